@@ -164,6 +164,20 @@ def test_numbers_inside_functions_are_not_taken_for_the_measurement_noise():
     )
 
 
+def test_noise_that_vanishes_or_is_not_identified_is_named():
+    sde, times, y = rf.OrnsteinUhlenbeck(1.0, 0.5, 0.5), np.arange(12.0) / 4, np.sin(np.arange(12.0) ** 2)
+    parts = panel(times, y, partial=True), Observation(0.3), rf.transition.Unchanged(), KEY, True, None
+    likelihood = Setup(sde, *parts).likelihood(Parameters.of(sde, sde.domains), np.zeros(4), {})
+    free = likelihood.parameters.to_free(np.array([1.0, 0.5, 1e-200, 0.3]))
+    with pytest.raises(ValueError, match="the estimate of sigma is zero: fix it"):
+        likelihood.smoothed(free)
+    result = rf.FittedSDE(
+        likelihood, (), free, np.diag([1.0, 1.0, 1.0, 0.0]), np.full((2, 4), np.inf), 0.0, 0.1
+    )
+    assert result.unidentified == ("measurement_noise",)
+    assert "measurement_noise is not identified" in result.warning
+
+
 class _Standard(eqx.Module):
     def log_prob(self, x):
         return jax.scipy.stats.norm.logpdf(x)

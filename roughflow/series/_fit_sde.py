@@ -17,10 +17,18 @@ from ._fitted import FittedSDE
 from ._likelihood import NOISE, AbstractLikelihood, Likelihood, SeriesLikelihood, WholeLikelihood
 from ._observed import Observed, check_dimension, check_inside, is_partial, panel, transitions
 from ._parameters import POSITIVE, Domain, Parameters
-from ._search import LOSS, climb, falls_at_boundary, polish
+from ._search import LOSS, climb, falls_at_boundary, is_regular, polish
 from ._transition import check_no_memory, coordinates_of
 from ._varying import LogNormal, VaryingLikelihood, varying_likelihood
-from .hidden._likelihood import GRID, HiddenLikelihood, HiddenSeries, Observation, Setup, check_noise
+from .hidden._likelihood import (
+    GRID,
+    PARTICLES,
+    HiddenLikelihood,
+    HiddenSeries,
+    Observation,
+    Setup,
+    check_noise,
+)
 from .models import AbstractNamedSDE, FractionalOrnsteinUhlenbeck
 
 SPREAD = 0.5  # standard deviation of random starting points around the first, in free parameters
@@ -144,7 +152,10 @@ def fit_sde(
         further = _raised(maximum, errors, tolerance)
         if not np.hypot(*further.total_errors(maximum.free)) < np.hypot(*errors):  # more effort does not help
             break
-        maximum = _polished(further, maximum.free)
+        if isinstance(further, HiddenLikelihood) and np.hypot(*errors) < CLOSE:
+            maximum = _continued(further, maximum)
+        else:
+            maximum = _polished(further, maximum.free)
         errors = maximum.likelihood.total_errors(maximum.free)
     return FittedSDE(
         maximum.likelihood,
@@ -303,7 +314,8 @@ def _maximum(
 
 
 SETTLED = 0.01  # nats; a search ends after a round that changes the log-likelihood by less
-SLACK, MAX_SLACK = 3.0, 1.0  # loss in a Newton step, in standard errors of the particles and in nats
+MAX_TILTS, SMALL_STEP = 3, 0.3  # Newton steps with particles, until one is short (in standard errors)
+CLOSE = 1.0  # nats; likelihoods of hidden states that are closer than this share their information
 MOVES, FEW = 8, 8  # maximum number of grids of hidden states in a search, and of iterations with each
 
 
@@ -338,6 +350,33 @@ def _raised(maximum: _Maximum, errors: tuple[float, float], tolerance: float) ->
     return likelihood.with_effort(likelihood.effort.raised(*errors, tolerance))
 
 
+def _continued(likelihood: AbstractLikelihood, last: _Maximum) -> _Maximum:
+    """The maximum near the last one, with the information of the last one."""
+    known, inside = last.information, np.min(last.falls, axis=0) >= LOSS
+    free, _ = polish(likelihood.smooth.total, last.free, lambda _: known, inside)
+    return _by_particles(dataclasses.replace(last, likelihood=likelihood, free=free))
+
+
+def _by_particles(last: _Maximum) -> _Maximum:
+    """The maximum of a likelihood by particles near that of Laplace's approximation."""
+    likelihood, free, inside = last.likelihood, last.free.copy(), np.min(last.falls, axis=0) >= LOSS
+    inner = last.information[np.ix_(inside, inside)]
+    if not (isinstance(likelihood, HiddenLikelihood) and likelihood.of_sde.method == PARTICLES):
+        return last
+    if not is_regular(inner):
+        return last
+    root = np.zeros((len(free), inside.sum()))
+    root[inside] = np.linalg.cholesky(np.linalg.inv(inner))
+    for _ in range(MAX_TILTS):
+        likelihood = likelihood.tilted(free, root)
+        slope = likelihood.smooth.total(free)[1] + (0 if likelihood.tilt is None else likelihood.tilt)
+        step = np.linalg.solve(inner, slope[inside])
+        free[inside] += step
+        if not step @ inner @ step > SMALL_STEP**2:
+            break
+    return dataclasses.replace(last, likelihood=likelihood, free=free)
+
+
 def _polished(likelihood: AbstractLikelihood, free: np.ndarray) -> _Maximum:
     """The maximum near a point. Parameters are moved to a boundary if that does not lower the likelihood."""
     likelihood, free = likelihood.rescaled(free)
@@ -345,11 +384,8 @@ def _polished(likelihood: AbstractLikelihood, free: np.ndarray) -> _Maximum:
     sides = np.isfinite([[domain.lower for domain in domains], [domain.upper for domain in domains]])
     falls, free = falls_at_boundary(smooth.total, free, likelihood.quick_information(free), sides)
     inside = np.min(falls, axis=0) >= LOSS
-    slack = 0.0
-    if smooth is not likelihood:
-        slack = min(SLACK * float(np.linalg.norm(likelihood.scores(free)[2])), MAX_SLACK)
-    free, information = polish(likelihood.total, free, likelihood.information, inside, slack=slack)
-    return _Maximum(likelihood, free, information, falls)
+    free, information = polish(smooth.total, free, likelihood.information, inside)
+    return _by_particles(_Maximum(likelihood, free, information, falls))
 
 
 def series_likelihood(
@@ -379,7 +415,7 @@ def series_likelihood(
     `FittedSDE.series_likelihood` reuses the effort of the fit. With hidden components, `with_error(sde)`
     returns the log-likelihood and its error. The grid for one hidden component is replaced if it does not
     cover the states of an SDE, but not inside `jax.jit`. If you use `jax.jit`, check `with_error` for SDEs
-    far from the given `sde`.
+    far from the given `sde`. With particles, derivatives are those of Laplace's approximation.
 
     ```python
     import jax, numpy as np

@@ -86,8 +86,8 @@ def _how(result: "FittedSDE") -> str:
 def fault(result: "FittedSDE") -> str | None:
     """One line if the estimates are unreliable, else None."""
     # Check the accuracy of the likelihood first, because inaccuracy may cause all other failures.
-    errors = result.transition_errors
-    if _has_robust(result) and (suspect := int(np.sum(~(errors < DOUBTFUL)))):
+    suspect = int(np.sum(~(result.transition_errors < DOUBTFUL))) if _has_robust(result) else 0
+    if suspect:
         count = f"{suspect} of {result.num_transitions}"
         message = f"{count} transition densities are inaccurate, because their time steps are too long"
         return f"{message}: raise effort{see('long-transitions')}"
@@ -223,7 +223,7 @@ class FittedSDE:
     @cached_property
     @in_double_precision
     def transition_errors(self) -> np.ndarray:
-        """The error of the log-density of each transition, `(N,)`; with hidden states, that of each
+        """The error of the log-density of each transition, `(N,)`; with hidden states, that of each value or
         series."""
         return self.likelihood.errors(self.free)
 

@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import scipy
@@ -79,14 +80,30 @@ def climb(
     Each round uses coordinates in which the information at its start is the identity. The information is more
     accurate than the Hessian that BFGS accumulates, and makes the search independent of units.
     """
+    total = remembered(total)
     free, before = start, -np.inf
     for _ in range(rounds):
-        root = _inverse_root(information(free))
         value, slope = total(free)
-        if value - before < MIN_GAIN or np.linalg.norm(slope @ root) < BFGS_TOLERANCE:
+        if value - before < MIN_GAIN:
+            break
+        root = _inverse_root(information(free))
+        if np.linalg.norm(slope @ root) < BFGS_TOLERANCE:
             break
         free, before = free + root @ _bfgs(total, free, root, iterations), value
     return free
+
+
+def remembered(function: Callable[[np.ndarray], Any]) -> Callable[[np.ndarray], Any]:
+    """A function that is evaluated once at each point."""
+    known: dict[bytes, Any] = {}
+
+    def at(free: np.ndarray) -> Any:
+        place = np.asarray(free, float).tobytes()
+        if place not in known:
+            known[place] = function(free)
+        return known[place]
+
+    return at
 
 
 class _StalledError(Exception):
@@ -123,10 +140,10 @@ def _inverse_root(information: np.ndarray) -> np.ndarray:
 
 
 def polish(
-    total: Total, free: np.ndarray, information: Information, interior: np.ndarray, slack: float = 0.0
+    total: Total, free: np.ndarray, information: Information, interior: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Newton's method from a point near the maximum, over the parameters in the mask `interior`. Return the
-    maximum and the information there. Values of the likelihood have noise of up to `slack` nats."""
+    maximum and the information there."""
     value, slope = total(free)
     matrix, moved, last = information(free), 0.0, np.inf
     for _ in range(NEWTON_STEPS):
@@ -137,16 +154,13 @@ def polish(
         step[interior] = np.linalg.solve(inner, slope[interior])
         gain = 0.5 * slope @ step
         # At the maximum, up to errors of the gradient.
-        if gain < max(DECREMENT, 0.1 * slack) or gain > 0.5 * last:
+        if gain < DECREMENT or gain > 0.5 * last:
             break
         new, new_slope = total(free + step)
-        if not new > value - max(slack, 1e-3):
+        if not new > value - 1e-3:
             break
         if moved + np.sqrt(2 * gain) > REFRESH_DISTANCE:
-            refreshed = information(free + step)
-            if slack and not is_regular(refreshed[np.ix_(interior, interior)]):
-                break  # the step follows an error of the gradient
-            matrix, moved, last = refreshed, 0.0, np.inf
+            matrix, moved, last = information(free + step), 0.0, np.inf
         else:
             moved, last = moved + np.sqrt(2 * gain), gain
         free, value, slope = free + step, new, new_slope

@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from ..._linear import cholesky, solve_lower
 from ..._programs import in_double_precision, jit
-from ._particles import observations
+from ._particles import incoming, observations
 from ._state_space import Rows, StateSpace
 
 EULER, BRIDGE, EXACT, PILOT = "euler", "bridge", "exact", "pilot"
@@ -225,12 +225,6 @@ def grid_filter(space: StateSpace, mesh: Mesh) -> Filter:
     return _scan(space, mesh, backward=False)[0]
 
 
-def grid_likelihood(space: StateSpace, mesh: Mesh) -> Array:
-    """The log-likelihood of each series, `(count,)`."""
-    logs = grid_filter(space, mesh).log_prob
-    return jnp.zeros(space.rows.count).at[space.rows.series].add(logs)
-
-
 def grid_smoother(space: StateSpace, mesh: Mesh) -> tuple[Filter, Array]:
     """The filter, and log-probabilities `(n, m)` of the nodes given all values."""
     return _scan(space, mesh, backward=True)
@@ -350,8 +344,7 @@ def _scan(space: StateSpace, mesh: Mesh, backward: bool) -> tuple[Filter, Any]:
     nodes = jnp.where(known[:, None], path[:, i, None], mesh.nodes(mesh.low, mesh.high))
     here = Window(path, nodes, known, mesh.low, mesh.high)
     before = jax.tree.map(lambda a: jnp.concatenate([a[:1], a[:-1]]), here)
-    link = jnp.clip(jnp.cumsum(~rows.first) - 1, 0)
-    items = (before, here, observations(space), rows.times[rows.before][link], rows.dt[link])
+    items = (before, here, observations(space), *incoming(space))
     steps, zero = Steps(space, mesh), jnp.zeros(mesh.size)
     _, (ahead, now, total) = jax.lax.scan(lambda *now: steps.ahead(*now), zero, items)
     found = Filter(nodes, ahead, now, total)
@@ -383,9 +376,7 @@ def grid_uniform(space: StateSpace, mesh: Mesh, column: int) -> Array:
     found = grid_filter(space, mesh)
     rows, i = space.rows, mesh.component
     path = space.pinned(jnp.zeros(rows.fixed.shape))
-    before = jnp.concatenate([path[:1], path[:-1]])
-    link = jnp.clip(jnp.cumsum(~rows.first) - 1, 0)
-    turn = lambda a: jnp.concatenate([a[:1], a[:-1]])
+    back = lambda a: jnp.concatenate([a[:1], a[:-1]])
 
     def exact(at: Array, end: Array, nodes: Array, chance: Array, time: Array, dt: Array) -> Array:
         def below(h: Array) -> Array:
@@ -414,8 +405,8 @@ def grid_uniform(space: StateSpace, mesh: Mesh, column: int) -> Array:
         return _mean(chance, jax.vmap(below)(nodes))
 
     if space.observe is None and space.deviations() is None:
-        given = (before, path, turn(found.nodes), turn(found.now))
-        uniform = jax.vmap(exact)(*given, rows.times[rows.before][link], rows.dt[link])
+        given = (back(path), path, back(found.nodes), back(found.now))
+        uniform = jax.vmap(exact)(*given, *incoming(space))
     else:
         uniform = jax.vmap(noisy)(path, found.nodes, found.ahead, observations(space))
     return jnp.where(rows.first, 0.0, uniform)
@@ -443,10 +434,7 @@ def _pilot(space: StateSpace, mesh: Mesh) -> tuple[Array, Array, Array]:
 def _deviations(space: StateSpace, mesh: Mesh, scheme: str) -> Array:
     """Standard deviations `(n, 3)` of the hidden component, given the observed ones, after a step from the
     middle of the window and from the points halfway between the middle and both ends."""
-    rows, i = space.rows, mesh.component
-    path = space.pinned(jnp.zeros(rows.fixed.shape))
-    link = jnp.clip(jnp.cumsum(~rows.first) - 1, 0)
-    times = rows.times[rows.before][link], rows.dt[link] / mesh.steps
+    i, path, (time, dt) = mesh.component, space.pinned(jnp.zeros(space.rows.fixed.shape)), incoming(space)
 
     def one(at: Array, low: Array, high: Array, time: Array, dt: Array, part: float) -> Array:
         z = at.at[i].set(low + part * (high - low))
@@ -456,7 +444,8 @@ def _deviations(space: StateSpace, mesh: Mesh, scheme: str) -> Array:
             step, slope = space.step(z, time, dt), 1.0
         return slope * _conditional(step.mean, step.covariance, i)[2]
 
-    every = lambda part: jax.vmap(functools.partial(one, part=part))(path, mesh.low, mesh.high, *times)
+    given = path, mesh.low, mesh.high, time, dt / mesh.steps
+    every = lambda part: jax.vmap(functools.partial(one, part=part))(*given)
     return jnp.stack([every(part) for part in (0.25, 0.5, 0.75)], axis=1)
 
 

@@ -29,7 +29,6 @@ from ._grid import (
     Mesh,
     fitted_mesh,
     grid_filter,
-    grid_likelihood,
     grid_smoother,
     grid_uniform,
     hidden_component,
@@ -142,29 +141,42 @@ class HiddenSeries(eqx.Module):
     def with_error(self, sde: Any) -> tuple[float, float]:
         """The log-likelihood and its error, in nats: the error due to particles or nodes, and the change
         with twice as many steps between values."""
-        one, moved = self.covering(sde), 0.0
+        one = self.covering(sde)
         value, error = _with_error(one, sde)
-        if self.refines:
-            moved = float(_with_error(one.with_effort(self.effort.finer()), sde)[0] - value)
-        return float(value), float(np.hypot(error, moved))
+        return float(value), float(np.hypot(error, one.moved(sde, value)))
+
+    def moved(self, sde: Any, value: Array) -> float:
+        """The change of the log-likelihood `value` with twice as many steps between values; with particles,
+        that of Laplace's approximation."""
+        if not self.refines:
+            return 0.0
+        smooth = self.smooth
+        value = value if smooth is self else _total(smooth, sde)
+        return float(jnp.abs(_total(smooth.with_effort(self.effort.finer()), sde) - value))
+
+    @property
+    def smooth(self) -> "HiddenSeries":
+        """Laplace's approximation in place of particles."""
+        few = Effort(self.effort.num_functions, 2, self.effort.num_steps)  # programs are shared
+        return dataclasses.replace(self, method=LAPLACE, effort=few) if self.method == PARTICLES else self
 
     def parts(self, space: StateSpace) -> tuple[Array, Array]:
-        """The log-likelihood of each series, and its standard error."""
+        """The log-densities of all values given earlier values, or with particles those of all series, and
+        their standard errors."""
         if self.method == KALMAN:
-            logs = kalman_filter(linear_model(space), self.rows.fixed).log_prob
-            value = jnp.zeros(self.rows.count).at[self.rows.series].add(logs)
+            value = kalman_filter(linear_model(space), self.rows.fixed).log_prob
             return value, jnp.zeros_like(value)
         if self.mesh is not None:
-            value = grid_likelihood(space, self.mesh)
+            value = grid_filter(space, self.mesh).log_prob
             return value, jnp.zeros_like(value)
+        mode, found = expansion_at_mode(space, self.path)
+        value = laplace_log_likelihood(space, mode)
+        error = jnp.zeros_like(value)
         if self.method == PARTICLES:
-            search = Search.mode(without_derivatives(space), self.path)
-            value, error = guided_log_likelihood(space, search.best, self.key, self.num_particles)
-            found = search.found
-        else:
-            mode, found = expansion_at_mode(space, self.path)
-            value = laplace_log_likelihood(space, mode)
-            error = jnp.zeros_like(value)
+            held, at = without_derivatives(space), jax.lax.stop_gradient(mode)
+            drawn, error = guided_log_likelihood(held, at, self.key, self.num_particles)
+            # The derivative is that of Laplace's approximation, which is smooth.
+            value = drawn + (value - jax.lax.stop_gradient(value))
         return value, jnp.where(found & jnp.isfinite(error), error, jnp.inf)
 
     @property
@@ -176,8 +188,15 @@ class HiddenSeries(eqx.Module):
         if self.mesh is not None:
             return dataclasses.replace(self, effort=effort, mesh=self.mesh.with_steps(effort.num_steps))
         assert self.setup is not None
-        made = self.setup.made(effort, self.method)
-        return dataclasses.replace(made, noise=self.noise, observe=self.observe, initial=self.initial)
+        blank = self.setup.blank(effort, self.method)
+        path = np.zeros(blank.path.shape)
+        for k in range(self.rows.count):
+            mine, other = (np.asarray(rows.series) == k for rows in (self.rows, blank.rows))
+            known, times = np.asarray(self.rows.times)[mine], np.asarray(blank.rows.times)[other]
+            columns = [np.interp(times, known, column) for column in np.asarray(self.path)[mine].T]
+            path[other] = np.stack(columns, axis=1)
+        parts = {"noise": self.noise, "observe": self.observe, "initial": self.initial}
+        return dataclasses.replace(blank, path=jnp.asarray(path), **parts)
 
     def with_mesh(self, space: StateSpace) -> "HiddenSeries":
         """The likelihood with a grid for the states of this model."""
@@ -251,7 +270,7 @@ def _with_error(likelihood: HiddenSeries, sde: Any) -> tuple[Array, Array]:
     value, error = likelihood.parts(space)
     value, error = jnp.sum(value), jnp.sqrt(jnp.sum(error**2))
     if likelihood.mesh is not None:
-        error = jnp.abs(jnp.sum(grid_likelihood(space, likelihood.mesh.finer())) - value)
+        error = jnp.abs(jnp.sum(grid_filter(space, likelihood.mesh.finer()).log_prob) - value)
     return value, error
 
 
@@ -264,15 +283,34 @@ class _Total(eqx.Module):
         return jnp.where(jnp.isfinite(total), total, -jnp.inf)
 
 
+MAX_RECENT = 8  # number of scores that are remembered
+
+
+class Recent(dict):
+    """Recent results, such as scores. All instances compare equal, because programs do not depend on them."""
+
+    def add(self, place: Any, result: Any) -> None:
+        if len(self) == MAX_RECENT:
+            del self[next(iter(self))]
+        self[place] = result
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Recent)
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return hash(Recent)
+
+
 class HiddenLikelihood(AbstractLikelihood):
     """The likelihood of a partially observed series. The free parameters are those of the SDE and, where
-    present, those of the measurement noise, the observation density and the first state. The likelihood has
-    one term per series."""
+    present, those of the measurement noise, the observation density and the first state."""
 
     parameters: Parameters
     of_sde: HiddenSeries
     steps: Transition
     penalty: np.ndarray
+    tilt: np.ndarray | None = None  # (p,), see `tilted`
+    recent: "Recent" = eqx.field(static=True, default_factory=lambda: Recent())
 
     @property
     def effort(self) -> Effort | None:
@@ -283,13 +321,39 @@ class HiddenLikelihood(AbstractLikelihood):
         return self.of_sde.coordinates
 
     def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Log-likelihood of each series, `(S,)`, its gradient with respect to the free parameters, `(S, p)`,
-        and its error."""
-        value, slopes, error = _scores(self, jnp.asarray(free, float))
-        return np.asarray(value), np.asarray(slopes), np.asarray(error)
+        """Log-densities of all values `(n,)`, or with particles of all series, their gradients with respect
+        to the free parameters, `(n, p)`, and their errors."""
+        if self.of_sde.method == PARTICLES:
+            value, error = _value(dataclasses.replace(self, tilt=None), jnp.asarray(free, float))
+            slopes = self.smooth.scores(free)[1]
+            slopes = slopes if self.tilt is None else slopes + self.tilt / len(slopes)
+            return np.asarray(value), slopes, np.asarray(error)
+        scale = self.parameters.scale
+        unscaled = dataclasses.replace(self.parameters, scale=np.ones(len(scale)))
+        at, place = free * scale, (id(self.of_sde), (free * scale).tobytes())
+        if place not in self.recent:
+            found = _scores(dataclasses.replace(self, parameters=unscaled), jnp.asarray(at, float))
+            self.recent.add(place, (self.of_sde, *map(np.asarray, found)))
+        _, value, slopes, error = self.recent[place]
+        return value, slopes * scale, error
+
+    def tilted(self, free: np.ndarray, root: np.ndarray) -> "HiddenLikelihood":
+        """Add to the gradient of Laplace's approximation that of its error, by differences.
+
+        The error is computed by particles at points that differ by one standard error, in coordinates `root`
+        `(p, p)` in which the information is the identity. At the points of a Hadamard design, all components
+        of the gradient are estimated from all values (Plackett & Burman 1946).
+        """
+        p, smooth = root.shape[1], self.smooth
+        design = scipy.linalg.hadamard(2 ** int(np.ceil(np.log2(p + 1))))[:, 1 : p + 1] / np.sqrt(p)
+        points = free + design @ root.T
+        falls = [self.log_likelihood(point) - smooth.scores(point)[0].sum() for point in points]
+        slope = p * design.T @ falls / len(design)
+        tilt = slope @ np.linalg.pinv(root) if np.isfinite(slope).all() else None
+        return dataclasses.replace(self, tilt=tilt)
 
     def log_likelihood(self, free: np.ndarray) -> float:
-        return float(_value(self, jnp.asarray(free, float)).sum())
+        return float(_value(dataclasses.replace(self, tilt=None), jnp.asarray(free, float))[0].sum())
 
     def information(self, free: np.ndarray) -> np.ndarray:
         """The information by differences of the gradient; for particles, whose gradient is not smooth, that
@@ -297,22 +361,22 @@ class HiddenLikelihood(AbstractLikelihood):
         return information_by_differences(self.smooth, free)
 
     def quick_information(self, free: np.ndarray) -> np.ndarray:
-        """The information by one-sided differences of the gradient or, with a grid, by the outer product of
-        the scores of all values."""
-        if self.of_sde.mesh is not None:
-            slopes = np.asarray(_value_scores(self, jnp.asarray(free, float)))
-            return slopes.T @ slopes + np.diag(self.penalty)
+        """The outer product of the scores of all values or, with particles, the information by one-sided
+        differences of the gradient."""
+        if self.of_sde.method not in BY_PATHS:
+            return super().quick_information(free)
         size, base = 1e-4, self.smooth.total(free)[1]
         rows = [(base - self.smooth.total(free + move)[1]) / size for move in size * np.eye(len(free))]
         return 0.5 * (np.array(rows) + np.array(rows).T)
 
     def total_errors(self, free: np.ndarray) -> tuple[float, float]:
         """Two errors of the log-likelihood: that of the particles or of the nodes of the grid, and that of
-        the time step."""
+        the time step, which for particles is that of Laplace's approximation."""
         values, _, errors = self.scores(free)
-        drawn, moved, here = float(np.linalg.norm(errors)), 0.0, float(values.sum())
+        drawn, moved, smooth = float(np.linalg.norm(errors)), 0.0, self.smooth
+        here = float((values if smooth is self else smooth.scores(free)[0]).sum())
         if self.of_sde.refines:
-            moved = abs(self.with_effort(self.of_sde.effort.finer()).log_likelihood(free) - here)
+            moved = abs(smooth.with_effort(self.of_sde.effort.finer()).log_likelihood(free) - here)
         if self.of_sde.mesh is not None:
             drawn = max(drawn, abs(self.moved_to(free).with_nodes().log_likelihood(free) - here))
         return drawn if np.isfinite(drawn) else np.inf, moved if np.isfinite(moved) else np.inf
@@ -435,9 +499,8 @@ class HiddenLikelihood(AbstractLikelihood):
     def smooth(self) -> "HiddenLikelihood":
         """The Laplace approximation in place of a particle filter, whose log-likelihood is not smooth in the
         parameters."""
-        if self.of_sde.method != PARTICLES:
-            return self
-        return dataclasses.replace(self, of_sde=dataclasses.replace(self.of_sde, method=LAPLACE))
+        of_sde = self.of_sde.smooth
+        return self if of_sde is self.of_sde else dataclasses.replace(self, of_sde=of_sde, tilt=None)
 
     def with_effort(self, effort: Effort) -> "HiddenLikelihood":
         return dataclasses.replace(self, of_sde=self.of_sde.with_effort(effort))
@@ -460,8 +523,8 @@ class HiddenLikelihood(AbstractLikelihood):
 
 
 @functools.partial(jit, level=1)
-def _value(likelihood: HiddenLikelihood, free: Array) -> Array:
-    return likelihood.of_sde.parts(likelihood.space(free))[0]
+def _value(likelihood: HiddenLikelihood, free: Array) -> tuple[Array, Array]:
+    return likelihood.of_sde.parts(likelihood.space(free))
 
 
 @functools.partial(jit, level=1)
@@ -471,14 +534,6 @@ def _scores(likelihood: HiddenLikelihood, free: Array) -> tuple[Array, Array, Ar
 
     (value, error), (slopes, _) = linear(parts, free)
     return value, slopes, error
-
-
-@functools.partial(jit, level=1)
-def _value_scores(likelihood: HiddenLikelihood, free: Array) -> Array:
-    """The gradient `(n, p)` of the log-density of each value given earlier values."""
-    mesh = likelihood.of_sde.mesh
-    assert mesh is not None
-    return linear(lambda free: grid_filter(likelihood.space(free), mesh).log_prob, free)[1]
 
 
 @functools.partial(jit, level=1)
@@ -586,14 +641,15 @@ class Setup:
         """The likelihood as a function of the SDE, by a suitable method: the Kalman filter for linear models,
         a grid for one hidden component, otherwise particles."""
         first = self.effort or Effort(num_functions=1, num_paths=32, num_steps=2)
-        whole = self._blank(first, KALMAN)  # a linear SDE needs no intermediate states
+        whole = self.blank(first, KALMAN)  # a linear SDE needs no intermediate states
         observation, space = self.observation, whole.space(self.sde)
+        _check_coordinates(self.coordinates, jnp.asarray(self._typical, float))
         if observation.observe is not None:
             _check_observe(space, self._typical)
         if observation.steps is None and is_linear(space):
             return whole
         _check_start(space, observation, self.sde)
-        if hidden_component(self._blank(first, GRID).rows) is None:
+        if hidden_component(self.blank(first, GRID).rows) is None:
             _check_euler(space, self._typical)
             return self.made(first, PARTICLES)
         few = Effort(num_functions=1, num_paths=32, num_steps=1 if len(self._typical) > 1 else 2)
@@ -607,16 +663,15 @@ class Setup:
             return found
         for _ in range(MAX_REFINEMENTS):
             value, error = _with_error(found, self.sde)
-            finer = found.with_effort(found.effort.finer()) if found.refines else found
-            moved = abs(_with_error(finer, self.sde)[0] - value) if found.refines else 0.0
+            moved = found.moved(self.sde, value)
             if not tolerance < np.hypot(error, moved) < np.inf:
                 break
-            found = found.with_effort(found.effort.raised(float(error), float(moved), tolerance))
+            found = found.with_effort(found.effort.raised(float(error), moved, tolerance))
         return found
 
     def made(self, effort: Effort, method: str) -> HiddenSeries:
         """The likelihood by one method."""
-        blank = self._blank(effort, method)
+        blank = self.blank(effort, method)
         if method == KALMAN:
             return blank
         space = blank.space(self.sde)
@@ -655,7 +710,7 @@ class Setup:
         }
         return {NAME: of_sde.noise} | own
 
-    def _blank(self, effort: Effort, method: str) -> HiddenSeries:
+    def blank(self, effort: Effort, method: str) -> HiddenSeries:
         """The likelihood by one method, without a path or a mesh."""
         series, observation, d, inputs = self.series, self.observation, self._dimension, self._inputs
         observe, columns = observation.observe, series[0].values.shape[1]
@@ -753,6 +808,16 @@ def _check_observe(space: StateSpace, at: np.ndarray) -> None:
             raise ValueError(
                 f"observe has a log-density of NaN for the values {value} at time {time:g} and state {at}"
             )
+
+
+def _check_coordinates(coordinates: AbstractCoordinates, at: Array) -> None:
+    """Raise an error if a coordinate depends on several components of the state."""
+    slopes = np.asarray(jax.jacfwd(coordinates.from_state)(at))
+    if (slopes != np.diag(np.diag(slopes))).any():
+        raise ValueError(
+            f"hidden states require coordinates that each depend on one component of the state, "
+            f"not {type(coordinates).__name__}"
+        )
 
 
 def _is_observed(space: StateSpace, component: int) -> bool:

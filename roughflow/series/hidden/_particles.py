@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,7 +15,7 @@ from ..._programs import jit
 from ...density import systematic
 from ...transition import in_chunks, linear
 from ..models import Normal
-from ._state_space import StateSpace
+from ._state_space import Rows, StateSpace
 
 
 class Chain(eqx.Module):
@@ -111,20 +112,23 @@ class Expansion(eqx.Module):
 
     @staticmethod
     def at(space: StateSpace, path: Array) -> "Expansion":
-        (_n, d), rows, i = path.shape, space.rows, space.rows.before
+        rows, i = space.rows, space.rows.before
 
         def of_value(z: Array, row: tuple) -> tuple[Array, Array, Array]:
             return _second(lambda z: space.observation(z, *row), z)
 
         def of_transition(item: tuple[Array, ...]) -> tuple[Array, Array, Array]:
-            both, time, dt, fixed = item
-            width = space.widths(both[:d], time, dt)
-            joint = lambda both: space.transition(both[:d], both[d:], time, dt, fixed)
-            return differences(joint, both, STEP[_single(path)] * jnp.concatenate([width, width]))
+            start, end, time, dt, fixed = item
+            width = STEP[_single(path)] * space.widths(start, time, dt)
+
+            def to_ends(move: Array) -> Array:
+                log_density = space.transition_from(start + move, time, dt)  # computed once for all ends
+                return jax.vmap(lambda move: log_density(end + move, fixed))(_moves(width))
+
+            return differences(jax.vmap(to_ends)(_moves(width)), width)
 
         value, own, bend = jax.vmap(of_value)(path, observations(space))
-        both = jnp.concatenate([path[i], path[i + 1]], axis=1)
-        items = (both, rows.times[i], rows.dt, rows.fixed[i + 1])
+        items = (path[i], path[i + 1], rows.times[i], rows.dt, rows.fixed[i + 1])
         step, ties, bends = in_chunks(of_transition, items, len(i), CHUNK)
         inside = jnp.all(jax.vmap(space.coordinates.is_inside)(path))
         return Expansion(path, value, step, own, ties, bend, bends, inside)
@@ -164,20 +168,33 @@ def observations(space: StateSpace) -> tuple:
     return rows.times, rows.values, rows.seen, rows.fixed, errors, rows.first
 
 
-def differences(function: Callable[[Array], Array], at: Array, size: Array) -> tuple[Array, Array, Array]:
-    """Value, gradient and Hessian of a function of few variables, by central differences."""
-    n = at.size
+def _moves(size: Array) -> Array:
+    """The points `(1 + n + n², n)` of central differences: none, one or two coordinates are moved."""
+    rows, columns = np.triu_indices(size.size, 1)
+    one = jnp.diag(size)
+    two = one[rows] + one[columns]
+    return jnp.concatenate([jnp.zeros((1, size.size)), one, -one, two, -two])
+
+
+def differences(table: Array, size: Array) -> tuple[Array, Array, Array]:
+    """Value, gradient and Hessian of a function of two points, by central differences, from its values at all
+    pairs of `_moves`."""
+    n = size.size
     rows, columns = np.triu_indices(n, 1)
-    moves = jnp.diag(size)
-    pairs = moves[rows] + moves[columns]
-    points = jnp.concatenate([jnp.zeros((1, n)), moves, -moves, pairs, -pairs])
-    values = jax.vmap(lambda move: function(at + move))(points)
-    value, ahead, behind = values[0], values[1 : n + 1], values[n + 1 : 2 * n + 1]
-    both, neither = jnp.split(values[2 * n + 1 :], 2)
-    curve = ahead + behind - 2 * value
-    cross = 0.5 * (both + neither - 2 * value - curve[rows] - curve[columns])
-    bend = jnp.diag(curve).at[rows, columns].set(cross).at[columns, rows].set(cross)
-    return value, (ahead - behind) / (2 * size), bend / size[:, None] / size[None]
+
+    def of_one(values: Array) -> tuple[Array, Array]:
+        ahead, behind = values[1 : n + 1], values[n + 1 : 2 * n + 1]
+        both, neither = jnp.split(values[2 * n + 1 :], 2)
+        curve = ahead + behind - 2 * values[0]
+        cross = 0.5 * (both + neither - 2 * values[0] - curve[rows] - curve[columns])
+        bend = jnp.diag(curve).at[rows, columns].set(cross).at[columns, rows].set(cross)
+        return 0.5 * (ahead - behind), bend
+
+    (slope_start, start), (slope_end, end) = of_one(table[:, 0]), of_one(table[0])
+    moved = table[1 : 2 * n + 1, 1 : 2 * n + 1].reshape(2, n, 2, n)
+    tie = 0.25 * (moved[0, :, 0] + moved[1, :, 1] - moved[0, :, 1] - moved[1, :, 0])
+    bend, both = jnp.block([[start, tie], [tie.T, end]]), jnp.concatenate([size, size])
+    return table[0, 0], jnp.concatenate([slope_start, slope_end]) / both, bend / both[:, None] / both[None]
 
 
 def _second(function: Callable[[Array], Array], at: Array) -> tuple[Array, Array, Array]:
@@ -322,9 +339,10 @@ def laplace_log_likelihood(space: StateSpace, mode: Expansion) -> Array:
     rows, free = space.rows, jnp.sum(~space.rows.fixed, axis=1)
     own = mode.values - mode.chain(space).half_log_det() + 0.5 * jnp.log(2 * jnp.pi) * free
     own = own.at[rows.before].add(mode.steps)
-    return jnp.zeros(rows.count).at[rows.series].add(own)
+    return by_series(rows, own)
 
 
+MOST_TOGETHER = 2**22  # maximum number of particles of all states of runs at the same time
 REPLICATES = 8  # independent runs of the particles, for their standard error
 PARTICLES = 2048
 FIRST_WIDTH = 1.1  # width of the draws of the first state, in standard deviations given all values
@@ -390,12 +408,7 @@ class Cloud(eqx.Module):
 class Guided(eqx.Module):
     """Particles that move from the first state to the last, with normal proposals: the density of the next
     state of the SDE, times the guide (twisted particle filters, Guarniero, Johansen & Lee 2017). For a linear
-    model all weights are equal.
-
-    Draws are not differentiated, and weights keep their derivatives through resampling, so that the
-    derivative of the log-likelihood is the average of the derivative of the joint log-density (Fisher's
-    identity).
-    """
+    model all weights are equal."""
 
     space: StateSpace
     mode: Expansion
@@ -403,61 +416,56 @@ class Guided(eqx.Module):
     count: int = eqx.field(static=True)
     # The observed column whose probabilities are computed.
     column: int | None = eqx.field(static=True, default=None)
-    keep: bool = eqx.field(static=True, default=True)
 
-    def draw(self, normal: Normal, at: Array, fixed: Array, guide: tuple, key: PRNGKeyArray) -> tuple:
-        """A draw given the known components, and its log-density."""
+    def draw(self, normal: Normal, at: Array, fixed: Array, guide: tuple, white: Array) -> tuple:
+        """A draw given the known components, from standard normal numbers, and its log-density."""
         centre, slope, bend = guide
-        d, unit = len(at), jnp.eye(len(at))
+        unit = jnp.eye(len(at))
         mean, covariance = _given(normal, at, fixed)
         factor = cholesky(jnp.where(fixed[:, None] | fixed[None], unit, covariance))
         half = jnp.where(fixed[:, None] | fixed[None], 0, factor)
         root = cholesky(unit + half.T @ bend @ half)
         root = jnp.where(jnp.all(jnp.isfinite(root)), root, unit)
         pull = solve_lower(root, half.T @ (slope - bend @ (mean - centre)))
-        white = jax.random.normal(key, (d,))
         drawn = mean + half @ solve_upper(root, pull + white)
         own = jnp.where(fixed, 0, jax.scipy.stats.norm.logpdf(white) - jnp.log(jnp.diag(factor)))
         return drawn, jnp.sum(own + jnp.log(jnp.diag(root)))
 
-    def move(self, z: Array, key: PRNGKeyArray, now: tuple) -> tuple[Array, Array, Array]:
+    def move(self, z: Array, white: Array, key: PRNGKeyArray, now: tuple) -> tuple[Array, Array, Array]:
         """The next state of one particle, its log-weight, and the probability of a smaller value."""
         row, (time, dt), at, begin, guide, before = now
         first, fixed, centre = row[5], row[3], guide[0]
-        held = without_derivatives(self.space)
-        key_draw, key_next = jax.random.split(key)
-        step = held.normal(z, time, dt)
+        space = self.space
+        step = space.normal(z, time, dt)
         normal = Normal(jnp.where(first, centre, step.mean), jnp.where(first, begin, step.covariance))
         tilt = centre, *(jnp.where(first, 0, part) for part in guide[3:])
-        drawn, log_density = jax.lax.stop_gradient(self.draw(normal, at, fixed, tilt, key_draw))
+        drawn, log_density = self.draw(normal, at, fixed, tilt, white)
         new = jnp.where(fixed, at, drawn)
-        weight = self.space.observation(new, *row) - log_density + _quadratic(new, *guide[:3])
-        gone = self.space.transition(z, new, time, dt, fixed) - _quadratic(z, *before)
+        weight = space.observation(new, *row) - log_density + _quadratic(new, *guide[:3])
+        gone = space.transition(z, new, time, dt, fixed) - _quadratic(z, *before)
         weight = weight + jnp.where(first, 0, gone)
-        weight = jnp.where(self.space.coordinates.is_inside(new) & ~jnp.isnan(weight), weight, -jnp.inf)
+        weight = jnp.where(space.coordinates.is_inside(new) & ~jnp.isnan(weight), weight, -jnp.inf)
         if self.column is None:
             return new, weight, jnp.zeros(())
-        drawn = held.sample(z, time, dt, key_next)
-        return new, weight, _below(held, step, drawn, row, at, self.column)
+        drawn = space.sample(z, time, dt, key)
+        return new, weight, _below(space, step, drawn, row, at, self.column)
 
     def step(self, carried: tuple[Array, Array], now: tuple) -> tuple[tuple[Array, Array], tuple]:
         (z, log_w), (*given, key) = carried, now
-        key_move, key_choice = jax.random.split(key)
-        share = jax.nn.softmax(jax.lax.stop_gradient(log_w))
+        key_choice, key_move, key_next = jax.random.split(key, 3)
+        share = jax.nn.softmax(log_w)
         uneven = jnp.sum(share**2) * self.count * EVEN > 1
         origin = jnp.where(uneven, systematic(share, jax.random.uniform(key_choice)), jnp.arange(self.count))
-        z, log_w = z[origin], log_w[origin]
-        log_w = jnp.where(uneven, log_w - jax.lax.stop_gradient(log_w), log_w)
-        keys = jax.random.split(key_move, self.count)
-        z, weight, uniform = jax.vmap(lambda z, key: self.move(z, key, tuple(given)))(z, keys)
+        z, log_w = z[origin], jnp.where(uneven, 0.0, log_w)
+        white, keys = jax.random.normal(key_move, z.shape), jax.random.split(key_next, self.count)
+        z, weight, uniform = jax.vmap(lambda *one: self.move(*one, tuple(given)))(z, white, keys)
         # The probability of a smaller value is averaged with the weights before the observed value.
         share = jnp.where(jnp.isnan(uniform), 0, jnp.exp(log_w))
         uniform = jnp.sum(jnp.where(share > 0, share * uniform, 0)) / jnp.sum(share)
         weight = weight + jnp.where(given[0][5], 0, log_w)
         mean = jax.nn.logsumexp(weight) - jnp.log(self.count)
         log_w = jnp.where(jnp.isfinite(mean), weight - mean, 0)
-        kept = (z, log_w, origin) if self.keep else (None, None, None)
-        return (z, log_w), (*kept, mean, uniform)
+        return (z, log_w), (z, log_w, origin, mean, uniform)
 
     def run(self, key: PRNGKeyArray) -> Cloud:
         space, mode = self.space, self.mode
@@ -477,14 +485,22 @@ def guided_log_likelihood(
     space: StateSpace, mode: Expansion, key: PRNGKeyArray, count: int
 ) -> tuple[Array, Array]:
     """The log-likelihood of each series and its standard error, `(count,)` each, by guided particles."""
-    mode = jax.lax.stop_gradient(mode)
-    guided = Guided(space, mode, jax.lax.stop_gradient(Guide.of(space, mode, True)), count, keep=False)
-    by_series = lambda logs: jnp.zeros(space.rows.count).at[space.rows.series].add(logs)
-    # The runs are sequential, so that memory does not grow with their number.
-    logs = jax.lax.map(lambda key: by_series(guided.run(key).log_prob), jax.random.split(key, REPLICATES))
+    guided = Guided(space, mode, Guide.of(space, mode, True), count)
+    run = lambda key: by_series(space.rows, guided.run(key).log_prob)
+    logs = _replicated(run, key, mode.path, count)
     value = jax.nn.logsumexp(logs, axis=0) - np.log(REPLICATES)
-    ratio = jax.lax.stop_gradient(jnp.exp(logs - value[None]))
-    return value, jnp.std(ratio, axis=0, ddof=1) / np.sqrt(REPLICATES)
+    return value, jnp.std(jnp.exp(logs - value[None]), axis=0, ddof=1) / np.sqrt(REPLICATES)
+
+
+def _replicated(run: Callable[[PRNGKeyArray], Any], key: PRNGKeyArray, path: Array, count: int) -> Any:
+    """Independent runs, one after the other if they need much memory."""
+    together = len(path) * count * REPLICATES <= MOST_TOGETHER
+    return jax.lax.map(run, jax.random.split(key, REPLICATES), batch_size=REPLICATES if together else 1)
+
+
+def by_series(rows: Rows, logs: Array) -> Array:
+    """Sums over the states of each series."""
+    return jnp.zeros(rows.count).at[rows.series].add(logs)
 
 
 def smoothed_by_particles(
@@ -508,10 +524,9 @@ def smoothed_by_particles(
         start = jnp.arange(count), jnp.zeros(count)
         items = (x, cloud.log_weight, cloud.origin, last)
         mean, square = jax.lax.scan(back, start, items, reverse=True)[1]
-        logs = jnp.zeros(rows.count).at[rows.series].add(cloud.log_prob)
-        return mean, square, logs
+        return mean, square, by_series(rows, cloud.log_prob)
 
-    mean, square, logs = jax.lax.map(moments, jax.random.split(key, REPLICATES))
+    mean, square, logs = _replicated(moments, key, mode.path, count)
     share = jax.nn.softmax(logs, axis=0)[:, rows.series, None]
     mean, square = jnp.sum(share * mean, axis=0), jnp.sum(share * square, axis=0)
     return mean, jnp.sqrt(jnp.maximum(square - mean**2, 0))

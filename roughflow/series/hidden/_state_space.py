@@ -227,13 +227,11 @@ class StateSpace(eqx.Module):
             along = lambda j: jax.jvp(lambda x: noise(x)[:, j], (x,), (sigma[:, j],))[1]
             drift = drift + 0.5 * sum(along(j) for j in range(sigma.shape[1]))
 
-        def move(v: Array) -> tuple[Array, Array]:
-            first = lambda x: jax.jvp(self.coordinates.from_state, (x,), (v,))[1]
-            return jax.jvp(first, (x,), (v,))
-
-        spread, bend = jax.vmap(move, in_axes=1, out_axes=1)(sigma)
-        pulled = jax.jvp(self.coordinates.from_state, (x,), (drift,))[1]
-        return pulled + 0.5 * jnp.sum(bend, axis=1), spread
+        # Each coordinate depends on one component only.
+        unit = jnp.ones_like(x)
+        slopes = lambda x: jax.jvp(self.coordinates.from_state, (x,), (unit,))[1]
+        slope, bend = jax.jvp(slopes, (x,), (unit,))
+        return slope * drift + 0.5 * bend * jnp.sum(sigma**2, axis=1), slope[:, None] * sigma
 
     def step(self, z: Array, time: Array, dt: Array) -> Normal:
         """A normal approximation of the state in coordinates a short time later, with the noise evaluated at
@@ -303,15 +301,22 @@ class StateSpace(eqx.Module):
             return known
         return known.normal if isinstance(known, Transformed) else self.step(z, time, dt)
 
-    def transition(self, start: Array, end: Array, time: Array, dt: Array, fixed: Array) -> Array:
-        """Log-density of a transition, with respect to coordinates for hidden components and to the state for
-        fixed components."""
-        known, x = self.kernel(start, time, dt), self.coordinates.to_state(end)
-        slopes = jnp.log(self.slopes(x))
+    def transition_from(self, z: Array, time: Array, dt: Array) -> Callable[[Array, Array], Array]:
+        """The log-density of the next state as a function of its coordinates and of `fixed`, with respect to
+        coordinates for hidden components and to the state for fixed components."""
+        known = self.kernel(z, time, dt)
         if known is None or isinstance(known, Transformed):
-            normal = self.step(start, time, dt) if known is None else known.normal
-            return normal.log_prob(end) + jnp.sum(jnp.where(fixed, slopes, 0))
-        return known.log_prob(x) - jnp.sum(jnp.where(fixed, 0, slopes))
+            normal = self.step(z, time, dt) if known is None else known.normal
+            return lambda end, fixed: normal.log_prob(end) + self._volume(end, fixed)
+        return lambda end, fixed: known.log_prob(self.coordinates.to_state(end)) - self._volume(end, ~fixed)
+
+    def _volume(self, z: Array, some: Array) -> Array:
+        """The logarithm of the volume of coordinates per volume of the state, for some components."""
+        return jnp.sum(jnp.where(some, jnp.log(self.slopes(self.coordinates.to_state(z))), 0))
+
+    def transition(self, start: Array, end: Array, time: Array, dt: Array, fixed: Array) -> Array:
+        """Log-density of a transition."""
+        return self.transition_from(start, time, dt)(end, fixed)
 
     def widths(self, z: Array, time: Array, dt: Array) -> Array:
         """Standard deviations `(d,)` of a transition in coordinates, which determine the steps of finite

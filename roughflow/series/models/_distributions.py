@@ -20,24 +20,39 @@ DEBYE_TERMS = 8  # terms of the asymptotic expansion
 LARGE_ARGUMENT = 80.0  # for larger arguments, the error of the asymptotic expansion is below 1e-13
 
 
+@jax.custom_jvp
 def log_bessel_ie(order: Array, z: Array) -> Array:
     """log I_q(z) − z for q > −1 and z > 0, with derivatives in both.
 
     The power series is Σ (z/2)^{2k+q} / (k! Γ(k + q + 1)). For large q or z, Debye's expansion is used
     instead (Abramowitz & Stegun 1972, 9.7.7).
     """
+    return _log_bessel_ie(order, z)
+
+
+@log_bessel_ie.defjvp
+def _log_bessel_ie_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    """Two derivatives, however many directions there are; also in reverse mode, despite the loop."""
+    order, z = primals
+    value, by_order = jax.jvp(lambda order: _log_bessel_ie(order, z), (order,), (jnp.ones_like(order),))
+    by_z = jax.jvp(lambda z: _log_bessel_ie(order, z), (z,), (jnp.ones_like(z),))[1]
+    return value, by_order * tangents[0] + by_z * tangents[1]
+
+
+def _log_bessel_ie(order: Array, z: Array) -> Array:
     large = jnp.hypot(order, z) > LARGE_ARGUMENT
-    # Each branch is evaluated only where it is valid, so that derivatives stay finite.
-    inner = _series(jnp.where(large, 1.0, order), jnp.where(large, 1.0, z))
+    # Each branch is evaluated only where it is valid, so that derivatives stay finite. The series has no
+    # terms if all arguments are large.
+    inner = _series(jnp.where(large, 1.0, order), jnp.where(large, 1.0, z), jnp.where(large, 0, SERIES_TERMS))
     outer = _debye(jnp.where(large, order, LARGE_ARGUMENT), jnp.where(large, z, LARGE_ARGUMENT))
     return jnp.where(large, outer, inner)
 
 
-def _series(order: Array, z: Array) -> Array:
+def _series(order: Array, z: Array, terms: Array) -> Array:
     # Horner's scheme with the ratio z²/(4 k (k + q)) of successive terms, all positive.
     quarter = 0.25 * z**2
     term = lambda i, rest: 1 + rest * quarter / ((SERIES_TERMS - i) * (SERIES_TERMS - i + order))
-    total = jax.lax.fori_loop(0, SERIES_TERMS, term, jnp.ones_like(quarter))
+    total = jax.lax.fori_loop(0, jnp.max(terms), term, jnp.ones_like(quarter))
     return order * jnp.log(0.5 * z) - jax.scipy.special.gammaln(order + 1) + jnp.log(total) - z
 
 
