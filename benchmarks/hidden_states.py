@@ -236,7 +236,9 @@ def likelihood(name: str, particles: str = "100000", runs: str = "8") -> None:
 def _fitted(one: Problem, y: np.ndarray, options: dict[str, Any], steps: int | None) -> Any:
     """A fit, or the reason why there is none."""
     try:
-        return rf.fit_sde(one.sde, one.times, y, steps=steps, **options)
+        result = rf.fit_sde(one.sde, one.times, y, steps=steps, **options)
+        result.confint()  # may fail
+        return result
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
 

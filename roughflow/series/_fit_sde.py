@@ -314,7 +314,9 @@ def _maximum(
 
 
 SETTLED = 0.01  # nats; a search ends after a round that changes the log-likelihood by less
-MAX_TILTS, SMALL_STEP = 3, 0.3  # Newton steps with particles, until one is short (in standard errors)
+# Maximum number of Newton steps with particles. They end with one that is short, or too long (in standard
+# errors) for an approximation by differences.
+MAX_TILTS, SMALL_STEP, LONG_STEP = 3, 0.3, 2.0
 CLOSE = 1.0  # nats; likelihoods of hidden states that are closer than this share their information
 MOVES, FEW = 8, 8  # maximum number of grids of hidden states in a search, and of iterations with each
 
@@ -359,7 +361,7 @@ def _continued(likelihood: AbstractLikelihood, last: _Maximum) -> _Maximum:
 
 def _by_particles(last: _Maximum) -> _Maximum:
     """The maximum of a likelihood by particles near that of Laplace's approximation."""
-    likelihood, free, inside = last.likelihood, last.free.copy(), np.min(last.falls, axis=0) >= LOSS
+    likelihood, free, inside = last.likelihood, last.free, np.min(last.falls, axis=0) >= LOSS
     inner = last.information[np.ix_(inside, inside)]
     if not (isinstance(likelihood, HiddenLikelihood) and likelihood.of_sde.method == PARTICLES):
         return last
@@ -370,9 +372,13 @@ def _by_particles(last: _Maximum) -> _Maximum:
     for _ in range(MAX_TILTS):
         likelihood = likelihood.tilted(free, root)
         slope = likelihood.smooth.total(free)[1] + (0 if likelihood.tilt is None else likelihood.tilt)
-        step = np.linalg.solve(inner, slope[inside])
-        free[inside] += step
-        if not step @ inner @ step > SMALL_STEP**2:
+        move = np.zeros(len(free))
+        move[inside] = np.linalg.solve(inner, slope[inside])
+        length = float(np.sqrt(slope @ move))
+        if not (length < LONG_STEP and np.isfinite(likelihood.smooth.total(free + move)[0])):
+            break  # the fit has a warning
+        free = free + move
+        if length < SMALL_STEP:
             break
     return dataclasses.replace(last, likelihood=likelihood, free=free)
 
