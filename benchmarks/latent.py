@@ -129,7 +129,7 @@ def lorenz(steps: int, count: int, out: Path | None) -> None:
     ]
     print(f"true model: {truth[0].sum():.1f}, {truth[1].sum():.1f}", flush=True)
     print(f"bound of training: {fitted.model.lower_bound(*one, key=key).sum():.1f}", flush=True)
-    for particles in (64, 256, 1024):
+    for particles in (64, 256, 1024, 4096):
         got = fitted.model.log_likelihood(*one, key=key, num_particles=particles)
         shown = f"{got.total:.1f} ± {got.total_error:.1f}, bound {got.bound.sum():.1f}"
         ratio = got.total / np.mean([one.sum() for one in truth])
