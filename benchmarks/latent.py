@@ -33,7 +33,7 @@ import scipy.optimize
 
 import roughflow as rf
 from roughflow._functions import trainable
-from roughflow.latent._bound import Forecasting, lower_bound
+from roughflow.latent._bound import Forecasting, SDEMatching, lower_bound
 from roughflow.latent._fit_latent import decorrelation_time, initial_model
 from roughflow.latent._particles import simulated
 from roughflow.latent._posterior import Series
@@ -372,7 +372,8 @@ def mocap(
     out: Path | None,
 ) -> None:
     """Forecasts of the test walks from three frames, by models with several seeds that are trained at once on
-    all other walks. With `folds`, one model per other walk is trained without it and forecasts it."""
+    all other walks, a tenth of the time by SDE matching alone. With `folds`, one model per other walk is
+    trained without it and forecasts it."""
     data = scipy.io.loadmat(file)
     series, test = np.concatenate([data["Xtr"], data["Xval"]]).astype(float), data["Xtest"].astype(float)
     speeds, gait, rest = gaits(series)
@@ -431,6 +432,9 @@ def mocap(
         return shown
 
     fitting = OrdinaryForecasting(columns, 3) if ordinary else Forecasting(columns, 3, 1)
+    if not ordinary:
+        matching = SDEMatching(columns)
+        models = train_together(models, sources, draw_row, matching, 0.1 * seconds, jax.random.key(1))
     models = train_together(models, sources, draw_row, fitting, seconds, jax.random.key(2), 10, report)
     print(f"mean squared error of the mean forecast: {report(models)}", flush=True)
     if ordinary:

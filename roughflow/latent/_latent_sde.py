@@ -183,11 +183,15 @@ class LatentSDE(AbstractLatentSDE):
         inputs: Any = None,
     ) -> LatentPaths:
         """Draws of the states and values at the times `ahead` after the last observation: numbers counted
-        from it, or dates. `inputs` must cover these times too."""
+        from it, or dates. `inputs` must cover these times too.
+
+        The state at the last observation is drawn from the trained posterior. If the SDE does not describe
+        the data well, this is better than to filter the states, and `rf.fit_latent(num_given=)` trains it.
+        """
         later = panel(times, values, partial=True, fewest=2)[0].ahead(ahead)
-        series, steps = self._one(times, values, inputs, float(later[-1]))
+        series, _ = self._one(times, values, inputs, float(later[-1]))
         key_states, key_paths, key_values = jax.random.split(check_key(key), 3)
-        last = _posterior_paths(self, series, num_samples, steps, key_states)[:, -1]
+        last = _last_states(self, series, check_count("num_samples", num_samples), key_states)
         when = np.concatenate([[0.0], later]) / (self.unit or 1.0)
         steps = self._steps(when[None])
         states = _simulated(
@@ -364,6 +368,14 @@ def _posterior_paths(
     key_run, key_pick = jax.random.split(key)
     cloud = particle_filter(model, series, max(num_samples, 256), num_steps, key=key_run)
     return resampled(cloud, key_pick, share=math.inf).history[:num_samples]
+
+
+@jit
+def _last_states(model: LatentSDE, series: Series, num_samples: int, key: PRNGKeyArray) -> Array:
+    """Draws from the trained posterior at the last observation."""
+    last, _ = model.posterior.at(model.posterior.read(series), series.times[-1])
+    normals = jax.random.normal(key, (num_samples, model.dimension), series.times.dtype)
+    return last.mean[None] + normals @ last.root.T
 
 
 @jit
