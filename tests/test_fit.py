@@ -25,6 +25,7 @@ def test_it_finds_the_minimum_and_trains_the_objective_too(key):
     np.testing.assert_allclose(fitted.objective.bend, 2, atol=0.02)
     assert fitted.history.loss.shape == fitted.history.metrics["size"].shape == (300,)
     assert not fitted.interrupted
+    assert fitted.history.ended is None
     assert fitted.history.skipped == 0
 
 
@@ -70,6 +71,18 @@ def test_a_second_fit_compiles_nothing_whatever_its_numbers(key):
     assert len(TRACED) == count
 
 
+def test_a_weakly_typed_parameter_is_compiled_once(key):
+    """As a strongly typed one, since that is what a step makes of it."""
+    settings = {"key": key, "objective": Traced()} | grouped(SETTINGS | {"steps": 3})
+    run = lambda start: rf.fit(start, DATA[:, :1], **settings)
+    run(jnp.full(1, 0.5, float))
+    TRACED.clear()
+    weak = jnp.full(1, 0.5)
+    assert weak.weak_type
+    run(weak)
+    assert TRACED == []
+
+
 def test_validation_keeps_the_best_model_and_ends_a_stale_run(key):
     """Validation data elsewhere: the best model is the one that has just passed them."""
     aside = np.full((10, 2), 0.5)
@@ -80,6 +93,8 @@ def test_validation_keeps_the_best_model_and_ends_a_stale_run(key):
     assert fitted.history.loss.size == steps[stale] + steps[stale] // 4
     assert steps[-1] == fitted.history.loss.size
     assert losses[stale + 1] < losses[stale]
+    assert fitted.history.ended.endswith(" of 1,000: validation loss did not improve in 3 checks")
+    assert fitted.history.ended in repr(fitted)
     at_best = float(jnp.mean((fitted.model["place"] - 0.5) ** 2))
     assert at_best < 1.5
     assert at_best < float(jnp.mean((DATA.mean(axis=0) - 0.5) ** 2))
@@ -170,25 +185,3 @@ def test_a_model_that_returns_nan_is_named(key):
     flow = rf.StochasticFlow(rf.ItoSDE(drift, rf.sde.NoDiffusion()), rf.Normal(jnp.zeros(1)))
     with pytest.raises(rf.NonFiniteError, match=r"drift returned a value that is not finite at t = "):
         rf.fit(flow, np.zeros((4, 1)), key=key, steps=30, progress=False)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"steps": 0}, r"^steps must be a positive whole number"),
-        ({"batch_size": -1}, r"^batch_size must be a positive whole number"),
-        ({"learning_rate": 0.0}, r"^learning_rate must be positive"),
-        ({"validation": 1.5}, r"^validation must lie between 0 and 1"),
-        ({"patience": 3}, r"^patience needs validation data"),
-        ({"resume": True}, r"^resume needs a checkpoint"),
-        ({"data": None}, r"^Distance needs data"),
-        ({"data": np.ones(3)}, r"^data must have shape \(rows, dimensions\), got \(3,\)"),
-        (
-            {"data": np.array([[1.0, 2.0], [np.nan, 1.0]])},
-            r"^data has a value that is not finite, first in row 1",
-        ),
-    ],
-)
-def test_bad_settings_get_one_line(key, changes, message):
-    with pytest.raises(ValueError, match=message):
-        fit(key, **changes)

@@ -240,6 +240,8 @@ def fit(
     moves = make_optimiser(training.optimiser, rate, steps, clip, average)
     parameters, rest = eqx.partition((model, objective), _trained(model, objective, frozen))
     state = objective.start(model, key=fold_in(key_objective, 1))
+    # Steps return strongly typed arrays, so weakly typed ones would need a program of their own for one step.
+    parameters, state = jax.tree.map(_strongly_typed, (parameters, state))
     start = Progress.start(parameters, start_of(moves, parameters), state)
     grid_choice = GridChoice.of(model, objective, train, steps, fold_in(key_objective, 2))
     batch_size, every = (
@@ -269,6 +271,10 @@ def _ended(step: int, steps: int, patience: int | None, stopped: bool) -> str | 
         return None
     why = "interrupted" if stopped else f"validation loss did not improve in {count(patience or 0, 'check')}"
     return f"at step {step:,} of {steps:,}: {why}"
+
+
+def _strongly_typed(leaf: Any) -> Any:
+    return leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
 
 
 def _trained(
