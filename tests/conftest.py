@@ -26,11 +26,10 @@ os.environ.setdefault(
 )
 # With a process for each core, threads of NumPy's would wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Subprocesses share what they compile, with each other and with the next run. This process does not: without
-# optimisation, writing a program to the cache takes as long as compiling it, and reading it longer.
+# No program is kept on disk, by subprocesses neither: without optimisation, writing one takes as long as
+# compiling it, and reading it longer. The folder keeps commands from that of the user.
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache/programs"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
 import pytest
@@ -45,7 +44,6 @@ gc.freeze()
 if hasattr(mlir, "make_ir_context"):
     mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
-jax.config.update("jax_enable_compilation_cache", False)
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -18,7 +18,7 @@ def rows():
     return np.random.default_rng(0).normal(size=(600, 3)) @ np.diag([1.0, 10.0, 0.1])
 
 
-@parametrize_with_checks([StochasticFlowOutlier(), StochasticFlowOutlier(contamination=0.1)])
+@parametrize_with_checks([StochasticFlowOutlier()])
 def test_scikit_learn_accepts_it(estimator, check):
     check(estimator)
 

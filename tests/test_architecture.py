@@ -1,14 +1,13 @@
 """The folder listing is the pipeline: data flows one way, and the imports show it."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
-
-import pytest
 
 import roughflow
 
@@ -62,6 +61,12 @@ HEAVY = ["matplotlib", "sklearn", "torch", "numpyro", "blackjax", "arviz"]
 HEAVY += ["scipy.linalg", "scipy.stats", "scipy.optimize", "scipy.special"]
 
 
+@functools.cache
+def nodes_of(file):
+    """The syntax of a file, node by node."""
+    return list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+
+
 def part_of(file):
     """The stage a file belongs to; "" for the package's own `__init__` and the names it has."""
     part = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -71,7 +76,7 @@ def part_of(file):
 def imports(file):
     """The absolute names of all modules a file imports, wherever in it."""
     package = ["roughflow", *file.relative_to(PACKAGE).parent.parts]
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -105,12 +110,10 @@ def modules():
 
     def imported(name):
         package = name if files[name].name == "__init__.py" else name.rpartition(".")[0]
-        tree = ast.parse(files[name].read_text(encoding="utf-8"))
-        for_types = [
-            n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)
-        ]
+        nodes = nodes_of(files[name])
+        for_types = [n for n in nodes if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
         skipped = {id(node) for block in for_types for node in ast.walk(block)}
-        for node in ast.walk(tree):
+        for node in nodes:
             if id(node) in skipped:
                 continue
             if isinstance(node, ast.Import):
@@ -161,14 +164,12 @@ def test_every_part_has_its_place():
     assert {part_of(file) for file in FILES} <= {"", *ALLOWED, *ON_TOP}
 
 
-@pytest.mark.parametrize("part", sorted({part_of(file) for file in FILES}))
-def test_imports_keep_the_order(part):
+def test_imports_keep_the_order():
     wrong = [
         problem
         for file in FILES
-        if part_of(file) == part
         for name in imports(file)
-        if (problem := check(file.relative_to(PACKAGE), part, name))
+        if (problem := check(file.relative_to(PACKAGE), part_of(file), name))
     ]
     assert wrong == []
 
@@ -201,7 +202,7 @@ def test_functions_fit_on_a_screen():
     lengths = {
         f"{file.relative_to(PACKAGE)}: {node.name}": length_of(node)
         for file in FILES
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in nodes_of(file)
         if isinstance(node, ast.FunctionDef)
     }
     assert {name: length for name, length in lengths.items() if length > 60} == {}

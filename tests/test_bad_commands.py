@@ -76,14 +76,17 @@ FIT = [
     ("fit table.csv --out m.rf --bounds a=1:1", "bounds"),
     ("fit table.csv --out m.rf --bounds a", "--bounds"),
     ("fit table.csv --out m.rf --bounds a=low:high", "--bounds"),
-    ("fit table.csv --out m.rf --bounds z=0:1", "z"),
+    ("fit table.csv --out m.rf --bounds z=0:1", "there is no column 'z' to model; the columns are a, b"),
     ("fit table.csv --out m.rf --bounds a=0:0.001", "its bounds 0 and 0.001"),
     ("fit table.csv --out m.rf --rounding a=x", "--rounding"),
+    ("fit table.csv --out m.rf --rounding a=1,a=2", "--rounding: expected different columns"),
     ("fit table.csv --out m.rf --rounding a=-1", "rounding"),
     ("fit table.csv --out m.rf --rounding z=1", "z"),
     ("fit table.csv --out m.rf --noise -1", "--noise"),
     ("fit table.csv --out m.rf --noise loud", "--noise"),
-    ("fit table.csv --out m.rf --noise nan", "--noise"),
+    ("fit table.csv --out m.rf --noise nan", "--noise: expected best, or a number of at least 0"),
+    ("fit table.csv --out m.rf --noise best --validation 0", "noise='best' needs validation rows"),
+    ("fit table.csv --out m.rf --step 5", "unrecognized arguments: --step 5"),
     ("fit table.csv --out m.rf --smoothing -0.1", "--smoothing"),
     ("fit table.csv --out m.rf --outliers 1", "--outliers"),
     ("fit table.csv --out m.rf --steps 0", "--steps"),
@@ -128,6 +131,7 @@ SCORE = [
     ("score pipe.csv table.csv", "pipe.csv is a device or a pipe"),
     ("score kept.txt table.csv", "kept.txt is not a roughflow model"),
     ("score empty.csv table.csv", "empty.csv is not a roughflow model"),
+    ("score bit.rf table.csv", "damaged"),
     ("score cut.rf table.csv", "cut.rf"),
     ("score base.rf table.csv", "base.rf holds a Normal"),
     ("score model.rf nothere.csv", "there is no file nothere.csv"),
@@ -189,6 +193,8 @@ TUNE = [
     ("tune targets:NUMBER --out d.csv", "targets:NUMBER is a int"),
     ("tune broken:f --out d.csv", "importing broken failed"),
     ("tune targets:bell --out d.csv", "--dimension"),
+    ("tune lacking:f --out d.csv", "importing lacking failed: AttributeError"),
+    ("tune targets:pair --dimension 1 --out d.csv", "it must be written with jax.numpy"),
     ("tune targets:bell --dimension 0 --out d.csv", "--dimension"),
     ("tune targets:bell --dimension 1.5 --out d.csv", "--dimension"),
     ("tune targets:two --dimension 2 --out d.csv", "must return one number"),
@@ -302,6 +308,7 @@ import jax.numpy as jnp
 def bell(z): return -0.5 * jnp.sum((z - 3) ** 2)
 def two(z): return z[:2]
 def second(z): return -(z[1] ** 2)
+def pair(z): return z @ jnp.ones(2)
 def nowhere(z): return jnp.where(z[0] > 100, 0.0, -jnp.inf)
 def complexed(z): return 1j * z[0]
 
@@ -315,6 +322,7 @@ class Far(Half):
 NUMBER, HALF, FAR = 3, Half(), Far()
 """,
     "broken.py": "1 / 0\n",
+    "lacking.py": "import math; math.nonexistent\n",
     "rates.csv": "date,rate\n"
     + "".join(f"2024-01-{i:02d},{0.1 + 0.01 * (i * i % 7)}\n" for i in range(1, 29)),
     "negative.csv": "date,rate\n0,1\n1,-1\n2,1\n3,2\n",
@@ -362,6 +370,9 @@ def folder(tmp_path_factory):
     given = rf.train.velocity_flow(1, width=4, depth=1, num_given=1, key=jax.random.key(0))
     rf.save(place / "given.rf", rf.tables.Standardised(given, np.zeros(2), np.eye(2), ("a", "b"), 1))
     rf.save(place / "base.rf", rf.Normal(jnp.zeros(2)))
+    whole = bytearray((place / "model.rf").read_bytes())
+    whole[whole.index(b"\x93NUMPY") + 140] ^= 1
+    (place / "bit.rf").write_bytes(whole)
     (place / "cut.rf").write_bytes((place / "model.rf").read_bytes()[:-40])
     return place
 

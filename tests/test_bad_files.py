@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -128,13 +129,16 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_parts_that_cannot_belong_together_are_refused(name, key, tmp_path):
+def test_parts_that_cannot_belong_together_are_refused(key, tmp_path):
     file = tmp_path / "flow.rf"
     rf.save(file, flow_of(key))
-    rewritten(file, DAMAGE[name])
-    with pytest.raises(ValueError, match=r"flow.rf is damaged: [^\n]+$"):
-        rf.load(file)
+    whole = file.read_bytes()
+    for name, damage in DAMAGE.items():
+        file.write_bytes(whole)
+        rewritten(file, damage)
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            rf.load(file)
+        assert re.search(r"flow.rf is damaged: [^\n]+$", str(error.value)), name
 
 
 def test_pickles_are_refused(tmp_path):
@@ -221,7 +225,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path):
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        for _ in range(8):
+        for _ in range(4):
             print("another", file=process.stdin, flush=True)
             writer = int(process.stdout.readline())
             while not file.exists():

@@ -113,6 +113,7 @@ DRIVERS = [
     ("rf.Legendre(4).sample(key=KEY, noise_dimension=-1)", "noise_dimension"),
     ("rf.Legendre(4).sample(key=KEY, t1=-1.0)", "t1"),
     ("rf.Legendre(4).sample(key=KEY, t1=nan)", "t1"),
+    ("rf.Legendre(4).sample(key=KEY, shape=(2,), t1=jnp.array([1.0, 0.0]))", "t1"),
     ("rf.Legendre(4).sample(key=KEY, shape=-3)", "shape"),
     ("rf.Legendre(4).sample(key=KEY, shape=(2.5,))", "shape"),
     ("rf.Legendre(4).sample(key=KEY, shape=(10**12,))", "memory"),
@@ -149,6 +150,8 @@ FLOWS = [
     ("rf.Normal(['a', 'b'])", "loc"),
     ("rf.Normal(None)", "loc"),
     ("rf.Normal(0.0)", "loc"),
+    ("rf.Normal(jnp.zeros((2, 2)))", "loc"),
+    ("rf.Normal(jnp.zeros(2), -1.0)", "scale"),
     ("rf.Normal(jnp.zeros(2), 0.0)", "scale"),
     ("rf.Normal(jnp.zeros(2), nan)", "scale"),
     ("rf.Normal(jnp.zeros(2), 1j)", "scale"),
@@ -191,6 +194,8 @@ FLOWS = [
     ("FLOW.log_prob_given_path(jnp.zeros(3), PATH)", "x"),
     ("FLOW.log_prob_given_path(jnp.zeros(2), jnp.zeros((6, 2)))", "path"),
     ("FLOW.log_prob_given_path(jnp.zeros(2), PATH, key=1)", "key"),
+    ("FLOW.log_prob_given_path(jnp.zeros(2), PATH, t1=0.0)", "t1"),
+    ("FLOW.log_prob_given_path(jnp.zeros(2), PATH, t1=nan)", "t1"),
     ("FLOW.push_forward([0.0, 1j], PATH)", "z"),
     ("FLOW.pull_back(None, PATH)", "x"),
     ("FLOW.estimate(jnp.zeros(3), key=KEY)", "x"),
@@ -270,6 +275,10 @@ SIMULATION = [
     ("rf.simulate(SDE, jnp.zeros(2), increments=1j * jnp.zeros((8, 2)))", "increments"),
     ("rf.simulate(SDE, jnp.zeros(2), path=PATH)", "path"),
     ("rf.simulate(SDE, jnp.zeros(2), key=KEY, trajectory='all')", "trajectory"),
+    ("rf.simulate(SDE, jnp.zeros(2), key=KEY, saveat=[])", "saveat"),
+    ("rf.simulate(SDE, jnp.zeros(2), key=KEY, t1=3.0, saveat=[2.0, 1.5])", "saveat"),
+    ("rf.simulate(SDE, jnp.zeros(2), key=KEY, t0=1.0, t1=3.0, saveat=[0.5])", "saveat"),
+    ("rf.simulate(SDE, jnp.zeros(2), key=KEY, t1=3.0, saveat=[3.5])", "saveat"),
 ]
 
 ESTIMATORS = [
@@ -329,7 +338,10 @@ LEARNING = [
     ("rf.fit(CNF, X, key=KEY, training={'batch_size': 8})", "training must be an rf.train.TrainingOptions"),
     ("rf.fit(CNF, X[0], key=KEY)", "data"),
     ("rf.fit(CNF, X[:0], key=KEY)", "data"),
-    ("rf.fit(CNF, np.full((9, 2), nan), key=KEY)", "data"),
+    (
+        "rf.fit(CNF, np.array([[1.0, 2.0], [nan, 1.0]]), key=KEY)",
+        "first in row 1",
+    ),
     ("rf.fit(CNF, X + 1j, key=KEY)", "data"),
     ("rf.fit(CNF, [['a', 'b']], key=KEY)", "data"),
     ("rf.fit(CNF, jnp.zeros((9, 3)), key=KEY)", "data"),
@@ -412,6 +424,22 @@ TABLES = [
     ("rf.fit_density(X, key=KEY, given=X[:5])", "given"),
     ("rf.fit_density(X, key=KEY, flow=rf.tables.FlowOptions(outliers=1.0))", "outliers"),
     ("rf.fit_density(X, key=KEY, flow=rf.tables.FlowOptions(smoothing=-1.0))", "smoothing"),
+    ("rf.fit_density(X, key=KEY, family='normal')", "family must be one of 'gaussian', 'marginals', 'flow'"),
+    ("rf.fit_density(X, key=KEY, groups='visit')", "can be names only for a DataFrame"),
+    ("rf.fit_density(np.zeros((20, 100_000)), key=KEY)", "data has 20 rows for 100,000 columns"),
+    ("rf.fit_density(np.full((60, 2), 7.0), key=KEY)", "column 0 is constant, and so are all others"),
+    ("rf.fit_density(X, key=KEY, validation=X[:5, :1])", "validation has 1 columns"),
+    ("rf.fit_density(X, key=KEY, columns=['a'])", "columns has 1 names for 2 columns"),
+    (
+        "rf.fit_density(X[:, :1], given=X[:, 1:], key=KEY, columns=['a'])",
+        "1 names for 1 columns and 1 given",
+    ),
+    ("rf.fit_density(X * 1e-50, key=KEY)", "column 0 of data varies only by"),
+    (
+        "rf.fit_density(np.where(np.arange(40)[:, None] == 3, 1e300, X), key=KEY)",
+        "beyond 1e+30: rescale",
+    ),
+    ("rf.fit_density(np.ma.masked_array(X, mask=X > 1), key=KEY)", "has masked values"),
 ]
 
 SAMPLERS = [
@@ -425,6 +453,7 @@ SAMPLERS = [
     ("rf.mcmc.FlowSampler(LANGEVIN, 0.1, num_substeps=0)", "num_substeps"),
     ("rf.mcmc.FlowSampler(LANGEVIN, 1j)", "dt"),
     ("rf.mcmc.FlowSampler(None, 1.0)", "targeted_sde"),
+    ("rf.mcmc.FlowSampler(SDE, 1.0)", "targeted_sde, got ItoSDE"),
     ("rf.mcmc.Minibatch(TARGET, lambda z, y: 0.0, jnp.zeros(9), 0)", "batch_size"),
     ("rf.mcmc.Minibatch(TARGET, lambda z, y: 0.0, (jnp.zeros(9), jnp.zeros(8)), 2)", "data"),
     ("rf.mcmc.Minibatch(3, lambda z, y: 0.0, jnp.zeros(9), 2)", "log_prior"),
@@ -526,6 +555,11 @@ SERIES = [
     ("rf.fit_sde(OU, TIMES, VALUES, key=KEY, penalty={'kappa': -1.0})", "penalty"),
     ("rf.fit_sde(OU, TIMES, VALUES, key=KEY, measurement_noise=0)", "measurement_noise"),
     ("rf.fit_sde(OU, TIMES, VALUES, key=KEY, measurement_noise=nan)", "measurement_noise"),
+    ("rf.fit_sde(OU, TIMES, VALUES, key=KEY, measurement_noise=[0.1, 0.1])", "one for each of the 1 columns"),
+    (
+        "rf.fit_sde(rf.BrownianMotion(0.1, 0.1), TIMES, VALUES, key=KEY, penalty={'sigma': 1.0})",
+        "sigma is bounded",
+    ),
     ("rf.fit_sde(OU, TIMES, VALUES, key=KEY, coordinates=3)", "coordinates"),
     ("rf.series_likelihood(OU, TIMES, VALUES + 1j, key=KEY)", "values"),
     ("rf.series_likelihood(OU, TIMES, VALUES, key=None)", "key"),

@@ -19,13 +19,13 @@ import roughflow as rf
 
 def test_a_run_cut_in_two_ends_where_the_whole_one_does(key, tmp_path, interrupt_when_written):
     """Stopped by SIGINT in the middle, and gone on with from its checkpoint: equal to the last bit."""
-    settings = {"steps": 4000, "validation": 0.2, "validate_every": 50}
+    settings = {"steps": 3000, "validation": 0.2, "validate_every": 50, "average": 0.99}
     whole = fit(key, **settings)
     file = tmp_path / "run.checkpoint"
     with interrupt_when_written(file):
         half = fit(key, checkpoint=file, **settings)
     assert half.interrupted
-    assert 0 < half.history.loss.size < 4000
+    assert 0 < half.history.loss.size < 3000
     rest = fit(key, checkpoint=file, resume=True, **settings)
     assert not rest.interrupted
     assert same(whole.model, rest.model)
@@ -77,18 +77,6 @@ def test_the_average_is_what_is_returned_and_a_cut_run_has_the_same(key, tmp_pat
             **(settings | {"average": 0.5}),
         )
     assert not same(whole.model, {"place": path[-1], "other": whole.model["other"]})
-
-
-def test_an_averaged_run_cut_in_two_ends_where_the_whole_one_does(key, tmp_path, interrupt_when_written):
-    settings = {"steps": 3000, "validation": 0.2, "validate_every": 50, "average": 0.99}
-    whole = fit(key, **settings)
-    file = tmp_path / "run.checkpoint"
-    with interrupt_when_written(file):
-        half = fit(key, checkpoint=file, **settings)
-    assert half.interrupted
-    rest = fit(key, checkpoint=file, resume=True, **settings)
-    assert same(whole.model, rest.model)
-    assert np.array_equal(whole.history.validation_loss, rest.history.validation_loss)
 
 
 class Walk(rf.train.AbstractStatefulObjective):
@@ -174,6 +162,7 @@ def finished(tmp_path_factory):
     return file
 
 
+@pytest.mark.slow  # with `make test`, what is noted has no address and no order of a hash
 def test_a_run_is_the_same_in_another_process(finished):
     """The target is a partial function and the optimiser a closure: neither has a name that lasts."""
     from roughflow.train._checkpoint import fingerprint

@@ -53,7 +53,7 @@ def test_compiled_programs_are_kept_in_the_users_cache(tmp_path, monkeypatch):
     choice is left alone."""
     monkeypatch.delitem(sys.modules, "jax")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "mine")
     keep_programs()
     assert os.environ["JAX_COMPILATION_CACHE_DIR"] == "mine"
@@ -89,13 +89,6 @@ def test_standard_output_that_is_closed(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["--version"]) == 2
     assert "standard output is closed" in capsys.readouterr().err
-
-
-def test_bad_commands(refused):
-    assert "missing command" in refused()
-    assert "invalid choice" in refused("fitt")
-    assert "--out" in refused("fit", "data.csv")
-    assert "fig9" in refused("reproduce", "fig9")
 
 
 def test_a_log_has_few_lines(capsys):

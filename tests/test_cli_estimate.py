@@ -208,9 +208,7 @@ def test_forecasts_as_numbers(tmp_path, capsys):
 
 X = [1.0, 2.0, 1.5, 1.7, 1.2, 1.9]
 BAD = {
-    "a time that is missing": (["0", "1", "", "3", "4", "5"], X, "cir", "line 4 cannot be used"),
     "a time that is not a number": ([0, 1, "nan", 3, 4, 5], X, "cir", "'date' is 'nan'"),
-    "no such day": ([*months(5), "2001-02-30"], X, "cir", "'date' is '2001-02-30'"),
     "dates and numbers": ([*months(5), "7"], X, "cir", "line 7 cannot be used"),
     "dates of the US": ([f"01/{i:02}/2024" for i in range(1, 7)], X, "cir", "2024-01-31 (year-month-day)"),
     "a date without a time zone": (
@@ -219,14 +217,6 @@ BAD = {
         "cir",
         "lines 6, 7 cannot be used, the first because 'date' is '2024-01-05T00:00', without a time zone",
     ),
-    "dates without dashes": ([f"2001010{i}" for i in range(1, 7)], X, "cir", "without dashes"),
-    "newest first": (months(6)[::-1], X, "cir", "line 3: 'date' is before"),
-    "a time twice": ([0, 1, 2, 2, 4, 5], X, "cir", "line 5: 'date' is equal to that"),
-    "a value that is none": (range(6), [*X[:5], "low"], "cir", "'rate' is 'low'"),
-    "below zero": (range(6), [*X[:5], -1], "cir", "cir: values must lie above 0"),
-    "not a share": (range(6), X, "jacobi", "jacobi: values must lie between 0 and 1"),
-    "constant": (range(6), [1.5] * 6, "vasicek", "'rate' is always 1.5"),
-    "two values": (range(2), X[:2], "vasicek", "has 2 values of 'rate'"),
     "only missing ones": (range(2), ["", "nan"], "vasicek", "has 0 values of 'rate'"),
     "not identified": (
         range(3),
@@ -241,15 +231,6 @@ BAD = {
 def test_bad_series_are_refused_in_one_line(case, refused):
     times, values, model, expected = BAD[case]
     assert expected in refused(times, values, "--model", model)
-
-
-def test_bad_options_are_refused_in_one_line(refused):
-    assert "no column 'price'" in refused(range(6), X, "--model", "cir", "--value", "price")
-    assert "are both" in refused(range(6), X, "--model", "cir", "--value", "date")
-    assert "or --compare" in refused(range(6), X)
-    assert "'bates'" in refused(range(6), X, "--model", "bates")
-    assert "above 0" in refused(range(6), X, "--model", "cir", "--scale", "0")
-    assert "needs --forecast" in refused(range(6), X, "--model", "cir", "--parameter-uncertainty")
 
 
 @pytest.mark.parametrize(

@@ -35,15 +35,6 @@ def scores(said):
     return [float(word) for word in re.search(pattern, said).groups()]
 
 
-def test_a_fit_says_why_it_ended(tmp_path, capsys):
-    """At this rate every look but the first is worse."""
-    table(tmp_path / "data.csv", rows=60)
-    options = ["--steps", "400", "--patience", "1", "--learning-rate", "3", "--likelihood-steps", "0"]
-    assert main(["fit", f"{tmp_path}/data.csv", "--out", f"{tmp_path}/m.rf", *TINY, *options]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"steps; ended at step \d+ of 400: validation loss did not improve in 1 check", said)
-
-
 def test_a_model_that_another_run_wrote_meanwhile_is_kept(tmp_path, capsys, monkeypatch):
     table(tmp_path / "data.csv")
     out, fit_density = tmp_path / "m.rf", rf.fit_density
@@ -113,16 +104,6 @@ def test_two_fits_at_once_do_not_share_a_file(refused, tmp_path):
     assert sorted(os.listdir()) == ["data.csv", "m.rf"]
 
 
-def test_rows_without_a_density(refused, tmp_path):
-    fit = lambda name, *options: refused("fit", name, "--out", "m.rf", *TINY, *options)
-    write(tmp_path / "still.csv", ["a", "b"], [[3, 7] for i in range(20)])
-    assert "column 'a' is constant, and so are all others" in fit("still.csv")
-    table(tmp_path / "one.csv", rows=1)
-    assert "one.csv has 1 row" in fit("one.csv")
-    table(tmp_path / "sixty.csv", rows=60)
-    assert "validation=0.99 leaves 1 of 60 rows to train on" in fit("sixty.csv", "--validation", "0.99")
-
-
 def test_relations_are_printed(tmp_path, monkeypatch, capsys):
     """A constant and a dependent column take part in scores and samples."""
     monkeypatch.chdir(tmp_path)
@@ -135,37 +116,6 @@ def test_relations_are_printed(tmp_path, monkeypatch, capsys):
     assert main(["score", "m.rf", "new.csv", "--quiet"]) == 0
     assert "mean log_prob -" in (told := capsys.readouterr().err)
     assert "inf" not in told
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["--steps", "0"], "--steps: expected a whole number of at least 1, got '0'"),
-        (["--steps", "2.5"], "--steps"),
-        (["--noise", "-1"], "--noise: expected best, or a number of at least 0"),
-        (["--noise", "nan"], "--noise"),
-        (
-            ["--bounds", "a=0"],
-            "--bounds: expected different columns with values, as in share=0:1,income=0:, got",
-        ),
-        (["--bounds", "c=0:"], "there is no column 'c' to model; the columns are a, b"),
-        (["--bounds", "a=0:1"], "not strictly between its bounds 0 and 1"),
-        (["--rounding", "a=1,a=2"], "--rounding: expected different columns"),
-        (["--rounding", "a=-1"], "rounding must be positive"),
-        (["--smoothing", "-1"], "--smoothing: expected a number of at least 0"),
-        (["--outliers", "1"], "--outliers: expected a fraction"),
-        (["--noise", "best", "--validation", "0"], "noise='best' needs validation rows"),
-        (["--seed", "one"], "--seed"),
-        (["--seed", "99999999999"], "--seed: expected a whole number from 0 to 2147483647"),
-        (["--validation", "1"], "--validation: expected a fraction"),
-        (["--learning-rate", "0"], "--learning-rate"),
-        (["--columns", "a,,b"], "--columns"),
-        (["--step", "5"], "unrecognized arguments: --step 5"),
-    ],
-)
-def test_bad_options(refused, tmp_path, options, reason):
-    table(tmp_path / "data.csv")
-    assert reason in refused("fit", "data.csv", "--out", "m.rf", *options)
 
 
 def test_stop_and_resume(refused, tmp_path, capsys, monkeypatch):

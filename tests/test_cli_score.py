@@ -66,21 +66,6 @@ def test_many_samples_are_drawn_in_blocks(fitted, tmp_path, monkeypatch):
     np.testing.assert_array_equal(read(tmp_path / "s.csv")[1].astype(rows.dtype), rows)
 
 
-def test_bad_models(refused, tmp_path, fitted):
-    whole = (fitted / "model.rf").read_bytes()
-    assert "there is no file none.rf" in refused("sample", "none.rf")
-    assert "is a folder" in refused("sample", ".")
-    (tmp_path / "text.rf").write_text("hello")
-    assert "is not a roughflow model" in refused("sample", "text.rf")
-    (tmp_path / "half.rf").write_bytes(whole[: len(whole) // 2])
-    assert "damaged" in refused("sample", "half.rf")
-    middle = whole.index(b"\x93NUMPY") + 140
-    (tmp_path / "bit.rf").write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
-    assert "damaged" in refused("sample", "bit.rf")
-    rf.save(tmp_path / "base.rf", rf.Normal(jnp.zeros(2)))
-    assert "holds a Normal, not a density" in refused("sample", "base.rf")
-
-
 @pytest.fixture
 def terminated(monkeypatch):
     """As a batch system does it, by SIGTERM, which would end Python on the spot: after so many chunks."""

@@ -35,35 +35,6 @@ def test_parquet_names_the_package_it_needs(refused, tmp_path, monkeypatch):
     assert "pip install 'roughflow[parquet]'" in refused("fit", "data.parquet", "--out", "m.rf")
 
 
-def test_bad_tables(refused, tmp_path):
-    fit = lambda name, *options: refused("fit", name, "--out", "m.rf", *options)
-    assert "there is no file none.csv" in fit("none.csv")
-    (tmp_path / "empty.csv").touch()
-    assert "empty.csv is empty" in fit("empty.csv")
-    (tmp_path / "header.csv").write_text("a,b\n")
-    assert "no rows" in fit("header.csv")
-    (tmp_path / "data.txt").write_text("a,b\n1,2\n")
-    assert "must end in .csv, .tsv (or either with .gz), .npy or .parquet" in fit("data.txt")
-    (tmp_path / "folder.csv").mkdir()
-    assert "is a folder" in fit("folder.csv")
-    (tmp_path / "latin.csv").write_bytes("größe,b\n1,2\n".encode("latin-1"))
-    assert "UTF-8" in fit("latin.csv")
-    (tmp_path / "semicolon.csv").write_text("a;b\n1;2\n")
-    assert "commas" in fit("semicolon.csv")
-    (tmp_path / "headless.csv").write_text("1,2\n3,4\n")
-    assert "names" in fit("headless.csv")
-    (tmp_path / "twice.csv").write_text("a,a\n3,4\n")
-    assert "two columns named 'a'" in fit("twice.csv")
-    (tmp_path / "bad.npy").write_bytes(b"not an array")
-    assert "not a valid .npy file" in fit("bad.npy")
-    np.save(tmp_path / "flat.npy", np.zeros(3))
-    assert "expected an array of shape (rows, columns), got (3,)" in fit("flat.npy")
-    np.save(tmp_path / "pickle.npy", np.array([{}]), allow_pickle=True)
-    assert "not a valid .npy file" in fit("pickle.npy")
-    table(tmp_path / "data.csv")
-    assert "no column 'z'; it has a, b" in fit("data.csv", "--columns", "a,z")
-
-
 def test_bad_rows_are_named_by_their_lines(refused, tmp_path):
     fit = lambda name, *options: refused("fit", name, "--out", "m.rf", *options)
     (tmp_path / "nan.csv").write_text("a,b\n1,2\n\n3,nan\n5,6\n7,\n8,inf\n")
@@ -131,23 +102,6 @@ def test_standard_input_is_read_once_for_what_is_given(tmp_path, monkeypatch, ca
     assert rf.load(tmp_path / "m.rf").columns == ("b", "a")
 
 
-def test_bad_places_to_write_to(refused, tmp_path, fitted):
-    data, model = fitted / "data.csv", fitted / "model.rf"
-    (tmp_path / "there.rf").write_text("mine")
-    assert "exists: use --force" in refused("fit", data, "--out", "there.rf")
-    assert "there.rf is a file, not a folder" in refused("fit", data, "--out", "there.rf/m.rf")
-    assert "is a folder" in refused("fit", data, "--out", ".")
-    assert "--force" in refused("score", model, data, "--out", "there.rf")
-    assert "is also the input" in refused("score", model, data, "--out", data, "--force")
-    assert "or .npy" in refused("sample", model, "--out", "samples.txt")
-    assert "is a file" in refused("demo", "--out", "there.rf")
-    assert "a device or a pipe" in refused("sample", model, "--out", "/dev/null", "--force")
-    assert "cannot write /proc/s.csv" in refused("sample", model, "--out", "/proc/s.csv")
-    assert "choose a file" in refused("fit", data, "--out", "-")
-    assert "the scores must end in .csv" in refused("score", model, data, "--out", "scores.npy")
-    assert (tmp_path / "there.rf").read_text() == "mine"
-
-
 def test_force_overwrites(fitted, tmp_path):
     out = tmp_path / "s.csv"
     out.write_text("mine")
@@ -158,13 +112,6 @@ def test_force_overwrites(fitted, tmp_path):
     assert main(["sample", f"{fitted}/model.rf", "-n", "3", "--out", str(link), "--force"]) == 0
     assert link.is_symlink()
     assert read(out)[1].shape == (3, 2)
-
-
-def test_tables_that_do_not_fit_the_model(refused, tmp_path, fitted):
-    table(tmp_path / "other.csv", columns=("a", "b"))
-    assert "has no column 'c'; it has a, b" in refused("score", fitted / "model.rf", "other.csv")
-    np.save(tmp_path / "three.npy", np.zeros((4, 3)))
-    assert "has 3 columns, but the model has 2: c, a" in refused("score", fitted / "model.rf", "three.npy")
 
 
 @pytest.fixture(scope="module")

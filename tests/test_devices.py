@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import devices
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,26 +63,36 @@ def numbers_of(runs, folder):
     return dict(np.load(folder / "all.npz"))
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    runs = [{"name": str(count), "devices": count, "steps": 12} for count in (None, 4)]
-    runs += [
-        {"name": f"likelihood {n}", "devices": n, "steps": 4, "likelihood": True, "validation": 0.0}
-        for n in (None, 2)
-    ]
-    return numbers_of(runs, tmp_path_factory.mktemp("runs"))
+@pytest.mark.slow
+@pytest.mark.parametrize("likelihood", [False, True])
+def test_the_same_parameters_on_several_devices(likelihood, tmp_path):
+    """With `make test` on two, of two processes."""
+    settings = {"steps": 12, "likelihood": likelihood}
+    runs = numbers_of([settings | {"name": str(n), "devices": n} for n in (2, 4)], tmp_path)
+    for found in (runs["2"], runs["4"]):
+        np.testing.assert_allclose(found, devices.numbers_of(**settings), rtol=1e-9, atol=1e-12)
 
 
-def test_the_same_parameters_on_several_devices(runs):
-    np.testing.assert_allclose(runs["4"], runs["None"], rtol=1e-9, atol=1e-12)
+def test_a_likelihood_is_split_between_devices():
+    """Each device solves for its own half of the 30 rows, with two paths each."""
+    solved, key = [], jax.random.key(0)
 
+    class Recorded(rf.FixedGrid):
+        def integrate(self, field, z, fraction, *, reverse):
+            solved.append(len(z))
+            return super().integrate(field, z, fraction, reverse=reverse)
 
-def test_a_likelihood_is_split_between_devices(runs):
-    """The same parameters, and each device solves for its own half of the 30 rows, with two paths each."""
-    np.testing.assert_allclose(runs["likelihood 2"], runs["likelihood None"], rtol=1e-9, atol=1e-12)
-    assert 60 in runs["likelihood None solved"]
-    assert 30 in runs["likelihood 2 solved"]
-    assert 60 not in runs["likelihood 2 solved"]
+    flow = rf.neural_flow(2, 8, 1, key=key)
+    flow = eqx.tree_at(lambda flow: flow.integrator, flow, Recorded(steps=2))
+
+    def loss(flow, mesh):
+        with Devices(mesh).at_work(flow):
+            return rf.MaximumLikelihood(2, rf.Prior())(flow, jnp.ones((30, 2)), key=key)[0]
+
+    for mesh, paths in ((None, 60), (MESH, 30)):
+        solved.clear()
+        eqx.filter_eval_shape(loss, flow, mesh)
+        assert set(solved) == {paths}
 
 
 def test_devices_add_up_the_derivatives_that_are_wanted_and_once():
@@ -147,22 +159,24 @@ def test_a_command_makes_devices_of_a_cpu(program, tmp_path):
 def test_a_run_goes_on_with_another_number_of_devices(tmp_path):
     """With `make test` one from disk does, on a mesh."""
     long = {"steps": 400, "checkpoint": str(tmp_path / "run")}
-    cut = long | {"name": "cut", "devices": None, "cut": True}
+    cut = long | {"name": "cut", "cut": True}
     on = long | {"name": "on", "devices": 4, "resume": True}
-    runs = numbers_of([cut, on, {"name": "whole", "devices": None, "steps": 400}], tmp_path)
+    runs = numbers_of([cut, on, {"name": "whole", "steps": 400}], tmp_path)
     assert runs["cut"].size < runs["on"].size
     np.testing.assert_allclose(runs["on"], runs["whole"], rtol=1e-7, atol=1e-9)
 
 
-def test_two_processes_fit_as_one(tmp_path, runs):
+def test_two_processes_fit_as_one(tmp_path):
     port = free_port()
-    settings = [{"name": "all", "devices": None, "steps": 12, "checkpoint": str(tmp_path / "run")}]
+    settings = [{"name": "all", "steps": 12, "checkpoint": str(tmp_path / "run")}]
     outs = [tmp_path / f"{i}.npz" for i in range(2)]
-    for process in [start(out, settings, 1, port, i) for i, out in enumerate(outs)]:
+    processes = [start(out, settings, 1, port, i) for i, out in enumerate(outs)]
+    alone = devices.numbers_of(steps=12)
+    for process in processes:
         done(process)
     for out in outs:
         found = np.load(out)
-        np.testing.assert_allclose(found["all"], runs["None"], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(found["all"], alone, rtol=1e-9, atol=1e-12)
         # No thread displaces the one that it waits for; one may have been born while they were counted.
         assert np.mean(found["policies"] == getattr(os, "SCHED_BATCH", 0)) > 0.9
     assert (tmp_path / "run").exists()
@@ -248,7 +262,7 @@ def test_batches_go_by_the_key_and_leave_out_what_is_set_aside(rows):
 
 
 def test_a_density_from_disk_is_that_from_memory(rows):
-    settings = {"key": jax.random.key(0), "width": 16, "depth": 1, "steps": 300, "likelihood_steps": 0}
+    settings = {"key": jax.random.key(0), "width": 16, "depth": 1, "steps": 100, "likelihood_steps": 0}
     table = rf.tables.ParquetTable(rows)
     settings |= {"progress": False, "rounding": {"x": 0.01}, "bounds": {"y": (-10, None)}}
     in_memory = {"data": table.subsample(1000, np.random.default_rng(0)), "columns": table.columns}

@@ -90,7 +90,8 @@ def test_every_public_object_has_an_example():
 # Examples of these take long to compile: of whole stages, and some others.
 SLOW = {"density", "files", "train", "tables", "mcmc", "series", "latent"}
 LONG = {"StochasticFlow.estimate", "Estimate", "SampledCorrection", "HutchinsonDivergence"}
-LONG |= {"LocalDiffusion", "SkewNetwork", "RoughPath", "Davie", "ShortTime"}
+LONG |= {"LocalDiffusion", "SkewNetwork", "RoughPath", "Davie", "ShortTime", "AbstractStochasticFlow"}
+LONG |= {"LinearlyImplicitEuler", "Milstein", "VelocityNetwork", "to_diffrax", "tune_steps"}
 
 
 def takes_long(name):
@@ -171,13 +172,13 @@ def test_prose_names_what_there_is():
 def test_examples_run(tmp_path):
     """All but the slow ones at once: importing takes longer than most of them."""
     quick = {name: text for name, text in docstrings() if not takes_long(name)}
-    run({"README.md": README.read_text(encoding="utf-8")} | of_module(rf.datasets) | quick, tmp_path)
+    run({"README.md": README.read_text(encoding="utf-8")} | quick, tmp_path)
 
 
 @pytest.mark.slow
 def test_examples_that_take_long_run(tmp_path):
     slow = {name: text for name, text in docstrings() if takes_long(name)}
-    run(slow | of_module(rf.plots), tmp_path)
+    run(slow | of_module(rf.datasets) | of_module(rf.plots), tmp_path)
 
 
 def run(sources, folder):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import every_integrator
+from problems import INTEGRATORS
 
 import roughflow as rf
 
@@ -93,7 +93,7 @@ ESCAPES = {
 @pytest.mark.parametrize(
     ("name", "gradient", "dtype"),
     [
-        ("cubic", rf.flow.Backpropagation(), "float64"),
+        pytest.param("cubic", rf.flow.Backpropagation(), "float64", marks=pytest.mark.slow),
         pytest.param("cubic", rf.flow.ConstantMemory(), "float32", marks=pytest.mark.slow),
         pytest.param("cubic 2-D", rf.flow.Backpropagation(), "float32", marks=pytest.mark.slow),
         ("cubic 2-D", rf.flow.ConstantMemory(), "float64"),
@@ -130,7 +130,11 @@ def test_escapes_of_an_adaptive_solve(name, dtype, key):
     check_escapes(escaping(shape, len(x[0]), rf.Adaptive(), dtype), x, gone, key, 1e-3)
 
 
-@every_integrator
+@pytest.mark.parametrize(
+    "integrator",
+    [INTEGRATORS["fixed"], pytest.param(INTEGRATORS["adaptive"], marks=pytest.mark.slow)],
+    ids=["fixed", "adaptive"],
+)
 def test_escapes_forwards(integrator, key):
     """dz = z³ dt reaches infinity before T = 1 from z = 2, and does not from 0.1."""
     sde = rf.ItoSDE(lambda t, z: z**3, lambda t, z: 0.01 * jnp.eye(1))

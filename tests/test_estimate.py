@@ -28,9 +28,9 @@ def test_paths_that_escape_have_weight_zero_and_leave_the_gradient_finite(key):
     flow = lambda rate: rf.StochasticFlow(rf.ItoSDE(Bistable(rate), rf.ConstantDiffusion(jnp.eye(1))), base)
     estimator = rf.PullBack(512)
     estimate = flow(jnp.array(1.0)).estimate(x, key=key, estimator=estimator)
-    paths = flow(jnp.array(1.0)).sample_path(key=key, shape=(20_000, 1))
+    paths = flow(jnp.array(1.0)).sample_path(key=key, shape=(4000, 1))
     given = np.exp(flow(jnp.array(1.0)).log_prob_given_path(x, paths))
-    error = np.hypot(estimate.standard_error, given.std(axis=0) / given.mean(axis=0) / np.sqrt(20_000))
+    error = np.hypot(estimate.standard_error, given.std(axis=0) / given.mean(axis=0) / np.sqrt(4000))
     assert np.all(np.abs(estimate.log_prob - np.log(given.mean(axis=0))) < 4 * error)
     share = np.mean(given == 0, axis=0)
     assert share[1] > 0.3
@@ -58,7 +58,9 @@ def test_no_program_raises_where_nothing_fails(key, monkeypatch):
     assert not any(asked)
 
 
+@pytest.mark.slow
 def test_running_out_of_steps_is_an_error_of_one_line(key):
+    """With `make test` log_prob_given_path says so."""
     flow = eqx.tree_at(lambda f: f.integrator, ou(), rf.Adaptive(max_steps=2))
     with pytest.raises(rf.OutOfStepsError, match=r"^[^\n]*max_steps[^\n]*$"):
         flow.estimate(jnp.zeros((1, 1)), key=key, estimator=rf.PullBack(2))
@@ -117,14 +119,6 @@ def test_the_error_of_the_solvers_steps_is_in_the_error_bar(key):
     estimate = ask(40.0)
     assert np.all(estimate.suspect)
     assert "have a large truncation or solver error: increase num_functions" in estimate.warning
-
-
-def test_a_value_that_is_not_finite_is_suspect(key):
-    """Inside a jit, where no error is raised."""
-    estimate = jax.jit(lambda rate: ou(rate).estimate(jnp.zeros((1, 1)), key=key))(np.nan)
-    assert not np.any(np.isfinite(estimate.log_prob))
-    assert np.all(estimate.suspect)
-    assert "1 of 1 estimates are not finite" in estimate.warning
 
 
 # ---------------------------------------------------------------------------------- more paths, in rounds
@@ -245,10 +239,9 @@ def test_single_precision(key):
     assert np.all(estimate.total_error < 0.05)
 
 
-# The default has Laplace's proposal in it.
 @pytest.mark.parametrize(
     "estimator",
-    [None, pytest.param(rf.PullBack(64, rf.Laplace()), marks=pytest.mark.slow)],
+    [pytest.param(None, marks=pytest.mark.slow), rf.PullBack(64, rf.Laplace())],
     ids=["default", "PullBack"],
 )
 def test_no_lapack_where_two_calls_could_wait_for_each_other(estimator, key):

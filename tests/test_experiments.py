@@ -81,8 +81,8 @@ def test_a_regression_is_kept_and_scored_with_noise_and_without(tmp_path, small)
 def test_paths_that_have_the_distribution_of_the_data_are_near_it_and_forget_at_the_known_rate(key):
     """An Ornstein–Uhlenbeck process: correlations e^(−t/τ), and the time 2τ."""
     sde = rf.ItoSDE(lambda t, z: -z, lambda t, z: 2**0.5 * jnp.eye(2))
-    start = jax.random.normal(key, (64, 2))
-    paths = np.asarray(rf.simulate(sde, start, key=key, t1=100.0, steps=2000, trajectory=True))
+    start = jax.random.normal(key, (32, 2))
+    paths = np.asarray(rf.simulate(sde, start, key=key, t1=100.0, steps=1000, trajectory=True))
     assert abs(experiments.autocorrelation_time(paths, 100.0) - 2.0) < 0.3
     data = np.asarray(jax.random.normal(key, (20_000, 2)))
     near, far = (experiments.distances(paths + shift, data) for shift in (0.0, 1.0))

@@ -40,10 +40,9 @@ def test_refused_means_one_line():
     [(lambda t, z: z[:1], "(1,)"), (lambda t, z: jnp.outer(z, z), "(2, 2)"), (lambda t, z: jnp.sum(z), "()")],
     ids=["short", "matrix", "scalar"],
 )
-@pytest.mark.parametrize("kind", [rf.ItoSDE, rf.StratonovichSDE])
-def test_wrong_shape_of_drift(kind, drift, shape):
+def test_wrong_shape_of_drift(drift, shape):
     with refused(ValueError, "drift must return shape (2,)", f"got {shape}"):
-        rf.StochasticFlow(kind(drift, NOISE), BASE)
+        rf.StochasticFlow(rf.ItoSDE(drift, NOISE), BASE)
 
 
 @pytest.mark.parametrize(
@@ -51,10 +50,9 @@ def test_wrong_shape_of_drift(kind, drift, shape):
     [(lambda t, z: z, "(2,)"), (lambda t, z: jnp.ones((3, 2)), "(3, 2)"), (lambda t, z: z[0], "()")],
     ids=["vector", "transposed", "scalar"],
 )
-@pytest.mark.parametrize("kind", [rf.ItoSDE, rf.StratonovichSDE])
-def test_wrong_shape_of_diffusion(kind, diffusion, shape):
+def test_wrong_shape_of_diffusion(diffusion, shape):
     with refused(ValueError, "diffusion must return shape (2, m)", f"got {shape}"):
-        rf.StochasticFlow(kind(DRIFT, diffusion), BASE)
+        rf.StochasticFlow(rf.StratonovichSDE(DRIFT, diffusion), BASE)
 
 
 def test_an_index_that_is_out_of_range():
@@ -139,35 +137,12 @@ def test_batches_that_do_not_broadcast(key):
         flow.log_prob_given_path(jnp.zeros((5, 2)), flow.sample_path(key=key, shape=(4,)))
 
 
-@pytest.mark.parametrize("t1", [0.0, -1.0, np.nan, np.inf])
-def test_wrong_end_time(t1, key):
-    sde = rf.ItoSDE(DRIFT, NOISE)
-    with refused(ValueError, "t1 must be positive"):
-        rf.StochasticFlow(sde, BASE, t1)
-    flow = rf.StochasticFlow(sde, BASE)
-    with refused(ValueError, "t1 must be positive"):
-        flow.sample_path(key=key, t1=t1)
-    with refused(ValueError, "t1 must be positive"):
-        flow.log_prob_given_path(jnp.zeros(2), flow.sample_path(key=key), t1=t1)
-
-
 def test_end_time_beyond_the_path(key):
     flow = rf.StochasticFlow(rf.ItoSDE(DRIFT, NOISE), BASE)
     with refused(ValueError, "t1", "beyond the path's end at 1.0, got 2.0", "sample_path"):
         flow.log_prob_given_path(jnp.zeros(2), flow.sample_path(key=key), t1=2.0)
     with refused(ValueError, "t1", "beyond the path's end"):
         flow.sample(key=key, t1=2.0)
-
-
-def test_wrong_sde_or_base():
-    with refused(TypeError, "sde must be an ItoSDE or StratonovichSDE", "got the function"):
-        rf.StochasticFlow(DRIFT, BASE)
-    with refused(TypeError, "base must have the methods sample", "log_prob", "got 1.0"):
-        rf.StochasticFlow(rf.ItoSDE(DRIFT, NOISE), 1.0)
-    with refused(ValueError, "loc must have shape (d,)", "(2, 2)"):
-        rf.Normal(jnp.zeros((2, 2)))
-    with refused(ValueError, "scale must be positive"):
-        rf.Normal(jnp.zeros(2), -1.0)
 
 
 @pytest.mark.parametrize(
@@ -242,8 +217,7 @@ def broken(part, late, integrator=None, t1=1.0):
 
 
 @every_integrator
-@pytest.mark.parametrize("part", ["drift", "diffusion"])
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(("direction", "part"), [("forward", "drift"), ("backward", "diffusion")])
 def test_nan_from_the_model_names_part_and_time(direction, part, integrator, key):
     late = direction == "forward"
     flow = broken(part, late, integrator)
@@ -288,17 +262,23 @@ def test_one_broken_sample_is_found_in_a_batch(key):
         flow.log_prob_given_path(jnp.array([[0.0], [7.0], [1.0]]), flow.sample_path(key=key))
 
 
-def test_the_outcome_says_why_each_solve_ended(key):
+@pytest.mark.parametrize(
+    ("integrator", "far"),
+    [
+        (rf.FixedGrid(steps=16), rf.flow.Status.ESCAPED),
+        pytest.param(
+            rf.Adaptive(max_steps=16, per_sample=True), rf.flow.Status.OUT_OF_STEPS, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["fixed", "adaptive"],
+)
+def test_the_outcome_says_why_each_solve_ended(integrator, far, key):
     """dZ = Z³ dt, NaN below −1: near zero it arrives, from 2 it leaves for infinity by t = 1/8."""
     sde = rf.ItoSDE(lambda t, z: jnp.where(z < -1, jnp.nan, z**3), rf.sde.NoDiffusion())
-    z, codes = jnp.array([[0.1], [2.0], [-2.0]]), rf.flow.Status
-    for integrator, told in (
-        (rf.FixedGrid(steps=16), [codes.FINE, codes.ESCAPED, codes.NON_FINITE]),
-        (rf.Adaptive(max_steps=16, per_sample=True), [codes.FINE, codes.OUT_OF_STEPS, codes.NON_FINITE]),
-    ):
-        flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), integrator=integrator).without_errors()
-        outcome = flow.solve(z, flow.sample_path(key=key), reverse=False)
-        assert [rf.flow.Status(code) for code in outcome.status.tolist()] == told
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), integrator=integrator).without_errors()
+    outcome = flow.solve(jnp.array([[0.1], [2.0], [-2.0]]), flow.sample_path(key=key), reverse=False)
+    told = [rf.flow.Status.FINE, far, rf.flow.Status.NON_FINITE]
+    assert [rf.flow.Status(code) for code in outcome.status.tolist()] == told
     inside = jax.jit(lambda z: flow.solve(z, flow.sample_path(key=key), reverse=False).status)
     assert inside(jnp.array([[jnp.nan]])) == rf.flow.Status.NON_FINITE
     assert all(code.message and "\n" not in code.message for code in rf.flow.Status)
@@ -321,6 +301,7 @@ def test_running_out_of_steps_names_the_remedy(per_sample, key):
         flow.log_prob_given_path(jnp.ones((2, 2)), path)
 
 
+@pytest.mark.slow  # with `make test`, NaN is
 def test_running_out_of_steps_is_an_error_under_jit_too(key):
     problem = ou_1d()
     flow = rf.StochasticFlow(problem.ito, problem.base, integrator=rf.Adaptive(max_steps=3))

@@ -99,7 +99,7 @@ def test_noise_may_be_asked_for_at_once_and_later(fitted, key):
     np.testing.assert_allclose(values[0], fitted.model.log_prob(x, key=key), atol=0.5)
 
 
-@pytest.mark.parametrize(("start", "best"), [(1.0, 0.0), (0.7, 1.0)])
+@pytest.mark.parametrize(("start", "best"), [pytest.param(1.0, 0.0, marks=pytest.mark.slow), (0.7, 1.0)])
 def test_the_best_noise_is_chosen_on_validation_rows(start, best, key):
     """The score is that of N(0, 1): from there noise gains nothing, and a narrower start gains most from the
     most noise. Quantiles instead of random rows, so that no row needs a search for modes."""
@@ -148,12 +148,6 @@ def test_outliers_to_be_make_heavier_tails(key):
     fit = lambda share: fit_density(rows, key=key, outliers=share, **settings).model
     score = lambda model: float(np.mean(model.log_prob(far, key=key)))
     assert 1.5 < score(fit(0.5)) - score(fit(0.0)) < 4.5
-
-
-@pytest.mark.parametrize("settings", [{"smoothing": -0.1}, {"outliers": 1.0}, {"outliers": -0.1}])
-def test_noise_in_training_that_makes_no_sense_is_refused(settings, key):
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        fit_density(ROWS, key=key, **TINY, **settings)
 
 
 @pytest.mark.slow
@@ -267,28 +261,6 @@ def test_a_conditional_model_comes_back(conditional, tmp_path, key):
 # ------------------------------------------------------------------------------- tables without a density
 
 
-def test_tables_without_a_density_are_refused(key):
-    fit = lambda rows: fit_density(rows, key=key, **TINY)
-    with pytest.raises(ValueError, match="column 0 is constant, and so are all others"):
-        fit(np.repeat(ROWS[:1], 50, axis=0))
-    with pytest.raises(ValueError, match=r"column \d of data has values beyond 1e\+30: rescale them"):
-        fit(np.where(np.arange(len(ROWS))[:, None] == 3, 1e300, ROWS))
-    with pytest.raises(ValueError, match="validation must be a fraction"):
-        fit_density(ROWS, key=key, validation=1.5, **TINY)
-    with pytest.raises(ValueError, match="validation has 1 columns"):
-        fit_density(ROWS, key=key, validation=ROWS[:5, :1], **TINY)
-
-
-def test_numbers_too_small_masked_or_complex_are_refused(key):
-    fit = lambda rows: fit_density(rows, key=key, **TINY)
-    with pytest.raises(ValueError, match=r"column 0 of data varies only by .*e-49: rescale it"):
-        fit(ROWS * 1e-50)
-    with pytest.raises(ValueError, match="has masked values"):
-        fit(np.ma.masked_array(ROWS, mask=ROWS > 110))
-    with pytest.raises(ValueError, match="complex: use real and imaginary parts"):
-        fit(ROWS + 1j)
-
-
 def test_a_data_frame_keeps_its_names(key):
     pd = pytest.importorskip("pandas")
     frame = pd.DataFrame(ROWS, columns=["length", "width"])
@@ -302,13 +274,6 @@ def test_a_data_frame_keeps_its_names(key):
         fit_density(frame.assign(day=pd.Timestamp("2020-01-01")), key=key, **quick)
     with pytest.raises(ValueError, match="not finite, first in row 3, column 'width'"):
         fit_density(frame.assign(width=frame["width"].where(frame.index != 3)), key=key, **quick)
-
-
-def test_the_columns_named_are_those_there_are(key):
-    with pytest.raises(ValueError, match="columns has 1 names for 2 columns"):
-        fit_density(ROWS, key=key, columns=["a"], **TINY)
-    with pytest.raises(ValueError, match="columns has 1 names for 1 columns and 1 given"):
-        fit_density(ROWS[:, :1], given=ROWS[:, 1:], key=key, columns=["a"], **TINY)
 
 
 def test_samples_of_any_shape(fitted, key):

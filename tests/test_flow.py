@@ -25,7 +25,7 @@ def density_two_ways(flow, x, path):
 
 
 # Problems that are like another, and the second driver, have their turn with `make test-all`.
-ALIKE = ("OU 1-D", "Brownian motion with drift", "GBM 1-D", "GBM 2-D, correlated")
+ALIKE = ("OU 1-D", "OU 4-D, 4x3 noise", "Brownian motion with drift", "GBM 1-D", "GBM 2-D, correlated")
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,7 @@ def test_average_over_paths_is_the_density_of_the_sde(key):
     assert abs(given.mean() - truth) < 3 * given.std() / np.sqrt(given.size) + 1e-3
 
 
+@pytest.mark.slow  # with `make test`, densities given paths average to it
 def test_samples_follow_the_distribution_of_the_sde(key):
     problem = ou_1d()
     flow = rf.StochasticFlow(problem.ito, problem.base, 1.0, rf.KarhunenLoeve(20))
@@ -291,6 +292,7 @@ def test_steps_that_shrink_towards_the_end(driver, key):
     assert rf.FixedGrid(steps=6, late=2.0).finer(driver, 1).late == 2.0
 
 
+@pytest.mark.slow
 def test_noise_that_fades_as_a_root_costs_less_order_on_late_steps(key):
     """Its error is that of the last step, h^3/2: h is 1/n with even steps, 1/n² with late ones."""
     faded = rf.sde.FadingDiffusion(lambda t, z: jnp.cos(z)[:, None])

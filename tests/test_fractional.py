@@ -12,7 +12,7 @@ from roughflow.series._likelihood import toeplitz_errors
 from roughflow.series._observed import panel
 from roughflow.series.hidden._likelihood import Observation
 
-HURST = [0.35, 0.5, 0.7]
+HURST = [0.35, 0.7]
 
 
 def covariance(hurst, s, t):
@@ -56,7 +56,7 @@ def test_moments_of_polynomials_are_exact(hurst):
     )
 
 
-@pytest.mark.parametrize("count", [1, 2, 12])
+@pytest.mark.parametrize("count", [2, 12])
 def test_without_memory_it_is_brownian_motion(count):
     s = np.linspace(0, 1, 9)
     for ours, other in (
@@ -82,7 +82,7 @@ def test_a_covariance_function_gives_its_process():
     np.testing.assert_allclose(values @ values.T, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("hurst", [0.2, 0.7])
+@pytest.mark.parametrize("hurst", [0.2, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_fractional_noise_has_its_covariance(hurst, key):
     noise = rf.driver.fractional_noise(hurst, 48, key=key, shape=(5, 4001), t1=2.0)
     assert noise.shape == (5, 4001, 48)
@@ -115,6 +115,7 @@ def gaussian_end(hurst, rate, scale, horizon, cells=1500):
     ],
     ids=["Legendre", "grid"],
 )
+@pytest.mark.slow  # with `make test`, their covariance is exact
 def test_density_of_a_fractional_ornstein_uhlenbeck_process(driver, key):
     horizon, rate, scale = 1.5, 1.2, 0.7
     sde = rf.StratonovichSDE(lambda t, z: -rate * z, lambda t, z: jnp.full((1, 1), scale))
@@ -150,22 +151,6 @@ def test_paths_too_rough_for_the_theorem_are_refused():
     flow(lambda t, z: z[:, None])
 
 
-@pytest.mark.parametrize("hurst", [0.0, 1.0, -0.2, np.nan])
-def test_wrong_exponents_are_refused(hurst, key):
-    for make in (
-        lambda: rf.FractionalBrownian(hurst, 4),
-        lambda: rf.driver.FractionalLegendre(hurst, 4),
-        lambda: rf.driver.fractional_noise(hurst, 4, key=key),
-    ):
-        with pytest.raises(ValueError, match="hurst must lie between 0 and 1"):
-            make()
-
-
-def test_wrong_parts_are_refused():
-    with pytest.raises(ValueError, match="covariance must be positive semi-definite"):
-        rf.driver.GaussianDriver(lambda s, t: -s * t, 2).integrals(jnp.ones(()))
-
-
 def test_a_flow_with_a_fractional_driver_is_saved(tmp_path, key):
     sde = rf.StratonovichSDE(rf.MLP(1, 1, key=key), rf.ConstantDiffusion(jnp.eye(1)))
     for driver in (
@@ -185,7 +170,7 @@ def test_a_flow_with_a_fractional_driver_is_saved(tmp_path, key):
 MODEL = rf.FractionalOrnsteinUhlenbeck(1.3, 0.2, 0.6, 0.3)
 
 
-@pytest.mark.parametrize("hurst", [0.15, 0.5, 0.85])
+@pytest.mark.parametrize("hurst", [0.15, 0.85])
 def test_innovations_have_their_covariance(hurst):
     """Of neighbours in three intervals, against sums over a fine grid."""
     model, dt, cells = rf.FractionalOrnsteinUhlenbeck(1.3, 0.2, 0.6, hurst), 0.3, 300
@@ -241,7 +226,7 @@ def likelihood_of(times, x, noise, key):
     return _likelihood(MODEL, panel(times, x), Observation(noise), {}, {}, (), key, options)
 
 
-@pytest.mark.parametrize("noise", [0.2, None])
+@pytest.mark.parametrize("noise", [0.2, pytest.param(None, marks=pytest.mark.slow)])
 def test_errors_and_gaps_leave_the_density_normal(noise, key):
     """The likelihood, the states and a forecast, by dense matrices."""
     there = np.isin(np.arange(30), [1, 7, 8, 9, 20], invert=True)

@@ -87,7 +87,9 @@ class Waves(eqx.Module):
         return (1 + 0.3 * jnp.sin(self.rate * z))[:, None]
 
 
-@pytest.mark.parametrize("name", LINE)
+@pytest.mark.parametrize(
+    "name", ["dopri5-constant-memory", pytest.param("adaptive-backpropagation", marks=pytest.mark.slow)]
+)
 def test_gradients_on_a_line_match_central_differences(name):
     # With a dtype: a weakly typed number would be traced again after the first step.
     sde = rf.ItoSDE(Curved(jnp.array(0.7, float)), Waves(jnp.array(1.2, float)))

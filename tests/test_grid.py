@@ -73,6 +73,7 @@ def test_geometric_brownian_motion_from_a_point():
     check(rf.StochasticFlow(sde, rf.Normal(jnp.ones(1))), x[:, None], truth, jnp.ones(1))
 
 
+@pytest.mark.slow  # with `make test`, from a point
 def test_geometric_brownian_motion_from_a_distribution():
     """The box of a skewed base and that of the density move apart faster than a frame can follow."""
     sde = rf.ItoSDE(lambda t, z: 0.1 * z, lambda t, z: 0.3 * z[:, None])
@@ -105,6 +106,7 @@ def test_nonlinear_sdes_from_a_point(drift, width):
     check(flow, x, truth, jnp.array([0.4]))
 
 
+@pytest.mark.slow  # with `make test`, from a point
 def test_noise_that_turns_from_a_distribution():
     """Rotations, also by noise, do not change a round density."""
     turn = np.array([[0.0, -1.0], [1.0, 0.0]])
@@ -154,6 +156,7 @@ def test_points_out_of_reach_take_no_more_work_than_there_is(work):
     assert np.isinf(error[1]) or abs(value[1] - truth) < error[1]
 
 
+@pytest.mark.slow  # with `make test`, a budget bounds the work
 def test_hopeless_densities_are_given_up_early(work):
     """In a steep field the first, coarse solution is the last."""
     drift, noise = lambda t, z: 2 * jnp.tanh(60 * jnp.sin(4 * z[::-1])), lambda t, z: 0.1 * jnp.eye(2)
@@ -196,7 +199,7 @@ def test_double_well_from_a_distribution():
     check(rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1), 0.3), t1=0.5), x, truth)
 
 
-@pytest.mark.parametrize("ends", [(0, 0.3), (0.4, 0.45)])
+@pytest.mark.parametrize("ends", [pytest.param((0, 0.3), marks=pytest.mark.slow), (0.4, 0.45)])
 def test_noise_that_jumps_in_time(ends):
     """Also for a short while."""
     noise = lambda t, z: jnp.where((t >= ends[0]) & (t < ends[1]), 2.0, 0.2) * jnp.eye(1)
@@ -224,10 +227,7 @@ def test_gradients_match_differences():
     assert np.allclose(slope_x[:, 0], difference, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("units", [1e-9, 1e9])
-def test_units_do_not_matter(units):
-    factor = jnp.array([units, 1.0])
-
+def test_units_do_not_matter():
     def value(x, c):
         drift = lambda t, z: c * jnp.sin(z[::-1] / c[::-1])
         noise = lambda t, z: jnp.diag(c * (1 + 0.2 * jnp.cos(z / c)))
@@ -235,9 +235,11 @@ def test_units_do_not_matter(units):
         return flow.estimate(x * c[None], key=KEY, estimator=rf.density.Grid())
 
     x = jnp.array([[0.5, -1.0], [2.0, 1.0]])
-    plain, other = value(x, jnp.ones(2)), value(x, factor)
-    assert np.allclose(other.log_prob + np.log(units), plain.log_prob, atol=1e-6)
-    assert np.allclose(other.total_error, plain.total_error, rtol=0.1)
+    plain = value(x, jnp.ones(2))
+    for unit in (1e-9, 1e9):
+        other = value(x, jnp.array([unit, 1.0]))
+        assert np.allclose(other.log_prob + np.log(unit), plain.log_prob, atol=1e-6)
+        assert np.allclose(other.total_error, plain.total_error, rtol=0.1)
 
 
 def test_single_precision_is_solved_in_double_precision():

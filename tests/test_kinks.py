@@ -92,6 +92,7 @@ def test_a_kinked_diffusion_is_refused_in_an_ito_sde(wrap):
     rf.StochasticFlow(rf.ItoSDE(drift, smooth), rf.Normal(jnp.zeros(2)))
 
 
+@pytest.mark.slow
 def test_a_kink_in_the_drift_does_no_harm():
     """Most paths around a mode stay on one side of the kink, where the SDE is linear and all weights are
     equal: with 64 paths, a twentieth of the errors were larger than three error bars."""

@@ -84,6 +84,7 @@ def test_bounds_rise_with_particles_and_stay_below(estimate, exact, fitted):
     assert exact.sum() - 30 < one < estimate.bound.sum() < exact.sum() + 0.5
 
 
+@pytest.mark.slow  # with `make test`, the bounds are in order
 def test_the_bound_without_simulation_is_that_of_simulated_paths(fitted):
     """Paths that are simulated with the drift of the posterior have its marginals, and their mean log-weight
     is the bound."""
@@ -126,7 +127,8 @@ def test_a_longer_series_does_not_change_a_shorter_one(fitted):
     alone, beside = model.arrays(TIMES[3], VALUES[3])[0], model.arrays(TIMES[:4], VALUES[:4])[0]
     assert alone.times.shape[1] < beside.times.shape[1]
     last = [jax.tree.map(lambda leaf: leaf[-1], one) for one in (alone, beside)]
-    marginals = [jax.vmap(partial(model.posterior.at, model.posterior.read(one)))(when) for one in last]
+    at = jax.jit(lambda one: jax.vmap(partial(model.posterior.at, model.posterior.read(one)))(when))
+    marginals = [at(one) for one in last]
     for one, other in zip(*map(jax.tree.leaves, marginals), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
 
@@ -164,20 +166,37 @@ def default_fit():
         sizes.append(size)
         return TIMES, VALUES
 
-    fitted = rf.fit_latent(
-        draw, dimension=2, key=KEY, width=8, num_times=8, steps=20, num_given=3, forecast_steps=20,
-        progress=False,
-    )  # fmt: skip
+    fitted = rf.fit_latent(draw, **SMALL)
     assert sizes[0] == 1024
     assert set(sizes[1:]) == {64}
     return fitted
 
 
+SMALL = {"dimension": 2, "key": KEY, "width": 8, "num_times": 8, "steps": 20, "progress": False}
+
+
 def test_training_lowers_the_loss(default_fit):
-    histories = default_fit.stages.values()
-    assert [len(history.loss) for history in histories] == [20, 20]
-    assert all(np.isfinite(history.loss).all() for history in histories)
-    assert default_fit.stages["SDE matching"].loss[-1] < default_fit.stages["SDE matching"].loss[0]
+    loss = default_fit.history.loss
+    assert len(loss) == 20
+    assert np.isfinite(loss).all()
+    assert loss[-1] < loss[0]
+
+
+def test_a_forecast_bounds_the_likelihood_from_further_below(default_fit):
+    """From three observations, beside the bound with all of them."""
+    rows = default_fit.model.arrays(TIMES, VALUES)[0].rows()
+    loss = jax.jit(lambda objective: objective(default_fit.model, jnp.asarray(rows), key=KEY)[0])
+    matching, forecasting = map(loss, (rf.latent.SDEMatching(4, 64), rf.latent.Forecasting(4, 3, 2, 64)))
+    assert 0 < forecasting - matching < 5
+
+
+@pytest.mark.slow
+def test_a_fit_may_go_on_with_forecasts():
+    draw = lambda size, rng: (TIMES, VALUES)
+    stages = rf.fit_latent(draw, num_given=3, forecast_steps=20, **SMALL).stages
+    assert list(stages) == ["SDE matching", "forecasting"]
+    assert all(len(history.loss) == 20 for history in stages.values())
+    assert all(np.isfinite(history.loss).all() for history in stages.values())
 
 
 def test_a_saved_model_gives_the_same_numbers(default_fit, tmp_path):
@@ -190,11 +209,12 @@ def test_a_saved_model_gives_the_same_numbers(default_fit, tmp_path):
 def test_units_do_not_matter(default_fit):
     """Times in days instead of years and values in other units: the same loss, up to rounding."""
     draw = lambda size, rng: ([365 * t for t in TIMES], [1e6 * v for v in VALUES])
-    again = rf.fit_latent(draw, dimension=2, key=KEY, width=8, num_times=8, steps=20, progress=False)
-    loss = default_fit.stages["SDE matching"].loss
+    again = rf.fit_latent(draw, **SMALL)
+    loss = default_fit.history.loss
     np.testing.assert_allclose(again.history.loss - np.log(1e6), loss, rtol=1e-4)
 
 
+@pytest.mark.slow  # with `make test`, that of the series does not
 def test_the_unit_of_time_of_an_sde_does_not_matter():
     """An SDE in days with series in days has the bound of the SDE in years with series in years."""
 

@@ -77,7 +77,7 @@ def estimates(joint):
 
 @pytest.mark.parametrize(
     "joint",
-    [NORMAL, pytest.param(CUT, marks=pytest.mark.slow), TWO],
+    [*(pytest.param(joint, marks=pytest.mark.slow) for joint in (NORMAL, CUT)), TWO],
     ids=["normal", "cut", "two"],
 )
 def test_the_constant_comes_out_within_its_error_bar(joint):

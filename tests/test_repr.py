@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fits import grouped
 
 import roughflow as rf
 
@@ -135,19 +134,6 @@ def test_a_fit_says_what_became_of_it(key):
     assert "likelihood  0 steps" in repr(staged)
     assert repr(dataclasses.replace(fitted, interrupted=True)).startswith("Fitted, interrupted")
     assert repr(dataclasses.replace(fitted, model=object())).splitlines()[1].split() == ["model", "object"]
-
-
-def test_a_fit_knows_why_it_ended(key):
-    """The validation data are where the model begins, so that nothing but the first look is good."""
-    sde = rf.ItoSDE(lambda t, z: 0 * z, rf.sde.NoDiffusion())
-    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(1)), integrator=rf.FixedGrid(steps=1))
-    settings = {"steps": 40, "batch_size": 8, "learning_rate": 0.1, "validate_every": 4, "progress": False}
-    data = 5 + jax.random.normal(key, (64, 1))
-    fitted = rf.fit(flow, data, key=key, validation=jnp.zeros((8, 1)), **grouped(settings | {"patience": 2}))
-    assert fitted.history.ended is not None
-    assert fitted.history.ended.endswith(" of 40: validation loss did not improve in 2 checks")
-    assert fitted.history.ended in repr(fitted)
-    assert rf.fit(flow, data, key=key, **grouped(settings)).history.ended is None
 
 
 def test_a_chain_is_summed_up(key):

@@ -14,7 +14,13 @@ DRIVERS = {
     "fractional": rf.FractionalBrownian(0.4, 7),
 }
 ROUND_OFF = 1e-13
-every_driver = pytest.mark.parametrize("driver", DRIVERS.values(), ids=DRIVERS.keys())
+every_driver = pytest.mark.parametrize(
+    "driver",
+    [
+        pytest.param(driver, id=name, marks=[pytest.mark.slow] * (name not in ("Legendre", "grid")))
+        for name, driver in DRIVERS.items()
+    ],
+)
 
 
 @pytest.fixture
@@ -113,7 +119,9 @@ def test_norm_and_distance():
         line.distance(line.coarser(2), 0.4)
 
 
-@pytest.mark.parametrize("driver", [rf.KarhunenLoeve, rf.PiecewiseLinear])
+@pytest.mark.parametrize(
+    "driver", [rf.KarhunenLoeve, pytest.param(rf.PiecewiseLinear, marks=pytest.mark.slow)]
+)
 def test_smooth_paths_converge_in_rough_path_distance(driver, key):
     fine = rf.PiecewiseLinear(256).sample(key=key, noise_dimension=2)
     truth = rf.rough.lift(fine, 32)
@@ -187,9 +195,9 @@ def test_simulate_draws_areas_by_itself(key):
     linear = lambda t, z: 0.5 * z[:, None]
     for kind, mean in ((rf.ItoSDE, 1.0), (rf.StratonovichSDE, np.exp(0.125))):
         z = rf.simulate(
-            kind(lambda t, z: 0 * z, linear), jnp.ones((20_000, 1)), key=key, steps=16, scheme=rf.flow.Davie()
+            kind(lambda t, z: 0 * z, linear), jnp.ones((5000, 1)), key=key, steps=16, scheme=rf.flow.Davie()
         )
-        assert abs(float(z.mean()) - mean) < 4 * float(z.std()) / 20_000**0.5 + 2e-3
+        assert abs(float(z.mean()) - mean) < 4 * float(z.std()) / 5000**0.5 + 2e-3
 
 
 def test_a_path_of_the_wrong_kind_is_refused(key):

@@ -216,7 +216,7 @@ def test_what_several_hidden_components_do_not_support_is_refused_in_one_line(op
 def test_particles_on_a_linear_model_are_kalmans_filter():
     """With a hidden component, a missing value, known errors, and one step per value as for other SDEs."""
     sde, times, y = data(2)
-    times, y = times[:20], y[:20]
+    times, y = times[:12], y[:12]
     options = {"measurement_noise": np.full(y.shape, 0.1), "initial": "stationary"}
     exact = rf.series_likelihood(sde, times, y, key=KEY, **options)
     assert exact.method == "kalman"

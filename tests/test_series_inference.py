@@ -71,8 +71,9 @@ def test_degrees_of_freedom_fall_with_those_estimated():
     assert abs(np.mean(level) - 0.5) < 3 * 0.5 / count**0.5
 
 
+@pytest.mark.slow  # with `make test`, error bars of transitions hold
 def test_the_error_of_a_log_likelihood_is_that_of_its_paths():
-    """Of 25 transitions of a double well, with 20 keys. The difference to twice the effort is no measure of
+    """Of 25 transitions of a double well, with 12 keys. The difference to twice the effort is no measure of
     it: it is as random as the error, and at times small by chance."""
     rng, dt = np.random.default_rng(0), 0.2
     start = np.linspace(-1.3, 1.3, 25)
@@ -83,7 +84,7 @@ def test_the_error_of_a_log_likelihood_is_that_of_its_paths():
     sde, effort = rf.DoubleWell(np.array(1.0), np.array(1.0), np.array(0.7)), rf.transition.Effort(4, 8, 8)
     parameters = Parameters.of(sde, sde.domains)
     free, ratios = parameters.to_free(parameters.values(sde)), []
-    for seed in range(20):
+    for seed in range(12):
         of_sde = SeriesLikelihood(steps, jax.random.key(seed), effort, None)
         likelihood = Likelihood(parameters=parameters, of_sde=of_sde, penalty=np.zeros(3))
         drawn, moved = likelihood.total_errors(free)
@@ -121,13 +122,6 @@ def test_a_profile_ends_where_the_likelihood_ratio_test_rejects(vasicek):
     np.testing.assert_allclose(falls, 0.5 * 1.6424, atol=5e-3)  # half of χ²'s 80 % point
 
 
-def test_a_profile_of_nothing_is_refused(vasicek):
-    with pytest.raises(ValueError, match="no parameter is called theta; the parameters are kappa, mu, sigma"):
-        vasicek.profile("theta")
-    with pytest.raises(ValueError, match="level must lie between 0 and 1"):
-        vasicek.profile("kappa", level=95)
-
-
 def test_the_error_of_a_function_of_the_parameters(vasicek):
     """Of a half-life, log 2 / κ, and of two numbers at once."""
     kappa, error = vasicek.params["kappa"], vasicek.standard_errors["kappa"]
@@ -151,19 +145,6 @@ def test_a_penalty_holds_a_parameter_back_by_its_closed_form(key):
     with pytest.raises(ValueError, match="likelihood_ratio does not support penalties"):
         rf.fit_sde(rf.OrnsteinUhlenbeck(1.0, 0.05, 0.05), TIMES, RATE, key=key).likelihood_ratio(result)
     assert result.aic == 2 * result.num_effective - 2 * result.log_likelihood
-
-
-@pytest.mark.parametrize(
-    ("penalty", "message"),
-    [
-        ({"theta": 1.0}, "no parameter is called theta; the parameters are mu, sigma"),
-        ({"sigma": 1.0}, "sigma is bounded"),
-        ({"mu": 0.0}, "the penalty of mu must be positive"),
-    ],
-)
-def test_penalties_that_mean_nothing_are_refused(penalty, message, key):
-    with pytest.raises(ValueError, match=message):
-        rf.fit_sde(rf.BrownianMotion(0.1, 0.05), TIMES, RATE, penalty=penalty, key=key)
 
 
 class NetworkDrift(rf.sde.AbstractItoSDE):

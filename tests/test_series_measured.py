@@ -128,19 +128,3 @@ def test_cir_with_errors_is_the_same_by_grid_and_particles(key):
     _, ((exact,), _) = hidden(CIR, np.arange(61) / 10, y, "grid", key, **noise)
     _, ((drawn,), (spread,)) = hidden(CIR, np.arange(61) / 10, y, "particles", key, **noise)
     assert abs(drawn - exact) < 4 * spread < 0.2
-
-
-@pytest.mark.parametrize(
-    ("noise", "told"),
-    [
-        (0.0, "must be a positive standard deviation.*0.0"),
-        (-1.0, "must be a positive standard deviation.*-1"),
-        (np.nan, "must be a positive standard deviation"),
-        ([0.1, 0.1], r"one for each of the 1 columns, or one for each value; got shape \(2,\)"),
-    ],
-)
-def test_noise_that_is_none_is_refused_in_one_line(noise, told):
-    values = 1 + 0.3 * np.sin(np.arange(30) ** 2)
-    with pytest.raises(ValueError, match=told) as error:
-        rf.fit_sde(CIR, np.arange(30), values, key=jax.random.key(0), measurement_noise=noise)
-    assert "\n" not in str(error.value)

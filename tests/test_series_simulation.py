@@ -112,6 +112,7 @@ def test_stiff_drifts_do_not_blow_up():
         assert stats.kstest(drawn, stats.norm(mean, deviation).cdf).pvalue > 1e-3
 
 
+@pytest.mark.slow  # with `make test`, for Jacobi
 def test_steps_are_halved_until_a_double_well_is_right():
     """The share that has crossed over, as by the Fokker–Planck equation."""
     centres, density = transition_density(lambda x: 2 * x - 2 * x**3, 0.8, (-3, 3), -1.0, 8.0)
@@ -122,7 +123,7 @@ def test_steps_are_halved_until_a_double_well_is_right():
     assert kolmogorov_distance(paths[:, 0, 0], centres, density) < 0.03
 
 
-@pytest.mark.parametrize("sigma", [0.3, 0.9])
+@pytest.mark.parametrize("sigma", [pytest.param(0.3, marks=pytest.mark.slow), 0.9])
 def test_jacobi_is_simulated_where_it_reaches_its_ends_too(sigma):
     """In the arc y, dy = (κ(μ − x) − ¼σ²(1 − 2x))/√(x(1 − x)) dt + σ dB."""
     sde, x0, dt = rf.Jacobi(0.5, 0.3, sigma), 0.1, 0.5

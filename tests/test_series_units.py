@@ -84,7 +84,7 @@ def fitted(fits, name, tau=1.0, c=1.0):
     return fits[name, tau, c]
 
 
-@pytest.mark.parametrize(("tau", "c"), [(1e-9, 1e9), (1e9, 1e-9), (3e7, 1.0)])
+@pytest.mark.parametrize(("tau", "c"), [(1e-9, 1e9), (3e7, 1.0)])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "ckls")) for n in CASES])
 def test_units_change_nothing(name, tau, c, fits):
     """Estimates, the covariance mapped by the Jacobian of the change of units, and the log-likelihood."""
@@ -113,7 +113,8 @@ def test_single_precision_gives_the_same_fit(fits):
         assert single.posterior()(single.posterior().start).dtype == jnp.float32
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # with `make test` one is found from H = ½ in a longer series
+@pytest.mark.parametrize("seed", [1, 2])
 def test_a_hurst_exponent_is_found_from_a_bad_start(seed):
     """From H = ½ the search alone ends at another maximum, with κ = 0 or with H near 1."""
     truth = rf.FractionalOrnsteinUhlenbeck(1.0, 0.0, 0.3, 0.1)
@@ -179,7 +180,7 @@ def test_a_class_without_moments_is_refused():
 def test_measurement_noise_that_is_not_there_is_reported():
     key, start = jax.random.key(0), rf.OrnsteinUhlenbeck(0.8, 0.05, 0.02)
     noisy = rf.fit_sde(start, TIMES, LINE, key=key, measurement_noise=0.002, num_starts=1)
-    plain = rf.fit_sde(start, TIMES, LINE, key=key)
+    plain = rf.fit_sde(start, TIMES, LINE, key=key, num_starts=1)
     assert {*noisy.boundary, *noisy.near_boundary} == {"measurement_noise"}
     assert "measurement_noise" in noisy.warning
     low, high = noisy.confint()["measurement_noise"]
@@ -196,14 +197,14 @@ def test_the_test_of_a_unit_root_has_its_level():
     """Under Brownian motion without drift the χ² distribution would reject far too often."""
     rejected, by_wilks = 0, 0
     generator = np.random.default_rng(0)
-    for _ in range(40):
+    for _ in range(20):
         x = np.append(0.0, np.cumsum(generator.normal(size=100)))
         times = np.arange(101.0)
         fit = lambda kind, x=x, times=times: rf.fit_sde(kind, times, x, key=jax.random.key(0), num_starts=1)
         statistic, p = fit(rf.OrnsteinUhlenbeck).likelihood_ratio(fit(rf.BrownianMotion))
         rejected, by_wilks = rejected + (p < 0.05), by_wilks + (scipy.stats.chi2.sf(statistic, 1) < 0.05)
-    assert rejected <= 6  # of 40, with 99 % probability if the level is 5 %
-    assert by_wilks > 6
+    assert rejected <= 4  # of 20, with 99.7 % probability if the level is 5 %
+    assert by_wilks > 4
 
 
 def test_a_profile_above_the_maximum_is_reported():

@@ -9,7 +9,7 @@ from problems import gbm_1d, gbm_2d, nonlinear_3d, ou_1d
 
 import roughflow as rf
 
-LEVELS = (4, 5, 6, 7, 8)
+LEVELS = (4, 6, 8)
 PATHS = 4000
 SCHEMES = {
     "Euler-Maruyama": (rf.flow.EulerMaruyama(), 0.5),
@@ -51,16 +51,6 @@ def test_strong_order_on_geometric_brownian_motion(scheme, order):
     truth = np.exp(mu - sigma**2 / 2 + sigma * increments.sum(axis=1))
     found = strong_order(gbm_1d(mu, sigma).ito, jnp.ones((PATHS, 1)), truth, increments, scheme)
     assert abs(found - order) < 0.15
-
-
-def test_euler_maruyama_has_strong_order_one_for_additive_noise():
-    """Ornstein–Uhlenbeck dZ = −2Z dt + 1.3 dB, the exact solution from a grid 32 times finer."""
-    increments = brownian(13, 500, 1)
-    times = (np.arange(2**13) + 0.5) / 2**13
-    weights = np.exp(-2 * (1 - times))[:, None]
-    truth = np.exp(-2.0) + 1.3 * np.sum(weights * increments, axis=1)
-    found = strong_order(ou_1d().ito, jnp.ones((500, 1)), truth, increments, rf.flow.EulerMaruyama())
-    assert abs(found - 1) < 0.15
 
 
 def test_milstein_has_strong_order_one_for_diagonal_noise():
@@ -118,19 +108,6 @@ def test_either_form_of_an_sde_gives_the_same_steps(scheme, order):
     one, two = (rf.simulate(sde, z0, increments=increments, scheme=scheme) for sde in forms)
     assert np.max(np.abs(one - z0)) > 0.1
     np.testing.assert_allclose(one, two, rtol=1e-12, atol=1e-13)
-
-
-@every_scheme
-def test_every_scheme_has_the_mean_of_the_ito_equation(scheme, order):
-    """E Z₁ = e^μ; read in the other calculus it would be e^{μ + σ²/2}, half as much again."""
-    mu, sigma = 0.1, 0.9
-    z = rf.simulate(
-        gbm_1d(mu, sigma).ito,
-        jnp.ones((20_000, 1)),
-        increments=jnp.asarray(brownian(6, 20_000, 1)),
-        scheme=scheme,
-    )
-    assert abs(np.mean(z) - np.exp(mu)) < 3 * np.std(z) / np.sqrt(20_000)
 
 
 def test_default_scheme_fits_the_calculus():
@@ -199,26 +176,6 @@ def test_float32_in_float32_out(key):
     assert rf.simulate(sde, jnp.zeros((3, 2), jnp.float32), key=key, steps=4).dtype == jnp.float32
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({}, TypeError, "simulate needs key"),
-        ({"key": jax.random.PRNGKey(0)}, TypeError, "old-style"),
-        ({"key": 0}, TypeError, "key must come from"),
-        ({"increments": jnp.ones((4, 2, 1))}, ValueError, r"\(2, 'steps', 1\), got \(4, 2, 1\)"),
-        ({"key": jax.random.key(0), "t1": 0.0}, ValueError, "t1 must be positive"),
-        ({"key": jax.random.key(0), "steps": 0}, ValueError, "steps must be a positive"),
-        ({"key": jax.random.key(0), "z0": jnp.ones(())}, ValueError, "z0 must have shape"),
-    ],
-    ids=["no key", "old key", "not a key", "increments", "t1", "steps", "z0"],
-)
-def test_bad_input(arguments, error, message):
-    arguments = {"z0": jnp.ones((2, 1)), **arguments}
-    with pytest.raises(error, match=message) as caught:
-        rf.simulate(gbm_1d().ito, **arguments)
-    assert "\n" not in str(caught.value)
-
-
 # --------------------------------------------------------------- the same limit by random ODEs
 
 
@@ -237,7 +194,7 @@ QUICK = ("Heun-KarhunenLoeve", "Dopri5-PiecewiseLinear")
 )
 def test_every_fixed_grid_method_has_the_mean_of_the_ito_equation(method, driver, key):
     """E Z₁ = e^μ for σ = 1, at the default number of steps; Euler's method would lose two fifths."""
-    mu, count = 0.1, 20_000
+    mu, count = 0.1, 5000
     sde = gbm_1d(mu, 1.0).ito
     flow = rf.StochasticFlow(sde, rf.Normal(jnp.ones(1), 1e-3), 1.0, driver, integrator=rf.FixedGrid(method))
     z = flow.sample(key=key, shape=(count,))
@@ -270,12 +227,6 @@ def test_output_times_end_at_t1_in_single_precision(key):
     with jax.enable_x64(False):
         z = rf.simulate(ou_1d().ito, np.zeros(1), key=key, t1=0.8, steps=4, saveat=[0.1, 0.8])
     assert z.shape == (2, 1)
-
-
-@pytest.mark.parametrize("saveat", [[], [2.0, 1.5], [0.5], [3.5], [[1.5]]])
-def test_bad_output_times_are_refused(saveat, key):
-    with pytest.raises(ValueError, match=r"^saveat must [^\n]*$"):
-        rf.simulate(ou_1d().ito, jnp.zeros(1), key=key, t0=1.0, t1=3.0, steps=4, saveat=saveat)
 
 
 def test_terms_for_diffrax_give_the_same_path(key):

@@ -37,6 +37,7 @@ def turned_places(dt, count, seed=0):
     return linalg.expm(SWIRL * dt) @ START + spread * rng.normal(size=(count, 2))
 
 
+@pytest.mark.slow  # with `make test`, grids from a point start with it
 def test_the_density_a_short_while_after_a_point_starts_a_flow(key):
     first, error = short_time(TURNED, jnp.asarray(START), 1.0)
     span = float(first.dt)
@@ -113,7 +114,9 @@ def test_both_bundles_to_a_point_are_seen(key):
     assert not np.any(found.suspect)
 
 
-@pytest.mark.parametrize("dt", [0.01, pytest.param(1.0, marks=pytest.mark.slow), 10.0])
+@pytest.mark.parametrize(
+    "dt", [pytest.param(0.01, marks=pytest.mark.slow), pytest.param(1.0, marks=pytest.mark.slow), 10.0]
+)
 def test_a_double_well_over_any_span(dt, key):
     well, x1 = rf.DoubleWell(1.0, 1.0, 0.5), np.array([-1.2, -0.9, 0.2, 1.0])
     x1 = x1 if dt > 0.1 else np.array([-1.1, -1.02, -0.95])
@@ -153,7 +156,9 @@ def test_a_fit_knows_a_long_gap_of_jacobi(key):
     values = np.array([0.3, 0.35, 0.32, 0.6])
     likelihood = rf.series_likelihood(sde, times, values, key=key)
     value, errors = likelihood.log_probs(sde)
-    gap = sde.expansion(jnp.array([0.32]), jnp.array([0.6]), jnp.asarray(5.8))[0]
+    gap = jax.jit(lambda *ends: sde.expansion(*ends))(jnp.array([0.32]), jnp.array([0.6]), jnp.asarray(5.8))[
+        0
+    ]
     assert float(value[-1]) == pytest.approx(float(gap), abs=1e-12)
     # After so long it is close to the stationary distribution, Beta(2κμ/σ², 2κ(1 − μ)/σ²).
     assert float(value[-1]) == pytest.approx(stats.beta.logpdf(0.6, 3.2, 4.8), abs=0.01)

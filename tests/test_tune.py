@@ -206,16 +206,3 @@ def test_starting_points_in_two_modes_are_kept_and_r_hat_shows_both(key):
     assert caught[0].filename == __file__
     assert np.all(np.abs(np.abs(z) - 6) < 5)
     assert 0.1 < np.mean(np.asarray(z) > 0) < 0.5
-
-
-def test_bad_input_to_tuning_is_refused(key):
-    with pytest.raises(ValueError, match=r"^z0 must have shape \(chains, d\), got \(2,\)$"):
-        rf.tune_sampler(BANANA, jnp.zeros(2), key=key)
-    with pytest.raises(ValueError, match=r"^num_gradients must be at least 640 for 16 chains, got 100"):
-        tune(key, num_gradients=100, climb=False)
-    with pytest.raises(ValueError, match=r"^log_density is nan at the start"):
-        tune(key, target=lambda z: jnp.sqrt(z[0] - 50), num_gradients=10_000)
-    with pytest.raises(TypeError, match=r"^FlowSampler needs an SDE from rf\.targeted_sde, got ItoSDE"):
-        rf.mcmc.FlowSampler(rf.ItoSDE(lambda t, z: -z, SPREAD), 1.0)
-    with pytest.raises(ValueError, match=r"shapes \(2,\) and \(2, 2\), got \(2,\) and \(3, 3\)$"):
-        rf.sde.LocalDiffusion(2, scale=jnp.eye(3), key=key)

@@ -54,8 +54,7 @@ def test_a_looser_tolerance_takes_fewer_steps(key):
         rf.flow.tune_steps(turning(4.0), x, key=key, tolerance=0.0)
 
 
-@pytest.mark.parametrize("late", [1.0, 2.0])
-@pytest.mark.parametrize("driver", [rf.KarhunenLoeve(3), rf.PiecewiseLinear(3)])
+@pytest.mark.parametrize(("driver", "late"), [(rf.KarhunenLoeve(3), 2.0), (rf.PiecewiseLinear(3), 1.0)])
 def test_steps_counted_at_run_time_are_those_of_the_grid(driver, late, key):
     sde = rf.ItoSDE(lambda t, z: jnp.sin(z + t), lambda t, z: 1 + 0.3 * jnp.cos(z)[:, None])
     grid = rf.FixedGrid(steps=6, late=late)
@@ -136,6 +135,7 @@ def test_a_fit_takes_the_steps_that_its_model_needs_as_it_changes(every_fit_look
     assert off(fitted.model) < 1e-3 < 5e-3 < off(with_steps(fitted.model, 4))
 
 
+@pytest.mark.slow
 def test_a_fit_keeps_the_steps_it_is_given_and_a_short_one_its_own(every_fit_looks, key, monkeypatch):
     assert stretched(key, grid=3).model.integrator.steps == 3
     monkeypatch.setattr(_loop, "MIN_STEPS_FOR_GRID", 200)
