@@ -85,7 +85,7 @@ class Devices:
         return self._placed(rows, spec)
 
     def split(self, batch: Any) -> Any:
-        """Inside a jit: split rows between devices; XLA pads uneven parts."""
+        """Split rows among the devices, inside a compiled function; XLA pads uneven parts."""
         return self._constrained(batch, () if self.mesh is None else (self.mesh.axis_names,))
 
     @contextmanager

@@ -298,8 +298,8 @@ def class_of(name: str, known: dict[str, type]) -> type:
         if len(same) == 1:
             return same[0]
         raise UnknownName(
-            f"the file holds a {qualified} of {module}: pass it, as in load(path, classes=[{qualified}])"
-            + see("loading")
+            f"the file contains an object of {module}.{qualified}: pass its class, as in "
+            f"load(path, classes=[{qualified}])" + see("loading")
         )
     qualified = RENAMED.get(qualified, qualified)
     found = [_found(namespace, qualified) for namespace in NAMESPACES[package]]

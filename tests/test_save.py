@@ -114,7 +114,9 @@ def test_many_flows_in_one_come_back(key, tmp_path):
 def test_own_classes_are_named_by_the_reader(key, tmp_path):
     file, flow = tmp_path / "flow.rf", flow_of(key, Pull(jnp.array(2.0), 3))
     rf.save(file, flow)
-    with pytest.raises(ValueError, match=r"^the file holds a Pull of .*: pass it, as in load\(path"):
+    with pytest.raises(
+        ValueError, match=r"^the file contains an object of .*\.Pull: pass its class, as in load\(path"
+    ):
         rf.load(file)
     again = rf.load(file, classes=[Pull])
     assert same(flow, again)

@@ -69,8 +69,8 @@ class Estimate(eqx.Module):
     - `solver_error`: the error of a grid, of the approximate density a short time after a fixed start, or of
       the solver steps of a flow without noise.
     - `total_error`: the sum of these three errors.
-    - `effective_paths`: (Σw)²/Σw², the number of equally weighted paths that would have the same variance;
-      for particles, the effective number of the 8 runs.
+    - `effective_paths`: (Σw)²/Σw², the number of equally weighted paths whose mean would have the same
+      variance; for particles, the effective number of 8 independent runs.
     - `num_paths`: number of paths used; 0 for a grid.
     - `escaped`: number of paths that do not reach x, which means that the backward solve along them diverges.
     - `rung`: index of the method that produced the value; `method` is its name: "exact", "paths" (drawn from

@@ -108,7 +108,8 @@ class AbstractDriver(eqx.Module):
         raise NotImplementedError(f"{type(self).__name__} does not define refined()")
 
     def refine(self, coefficients: Array, more: Array) -> Array:
-        """Coefficients `(..., 2n, m)` of a path of `refined()` whose projection has the given coefficients.
+        """Coefficients `(..., 2n, m)` of a path of the driver `refined()` whose projection on this
+        driver has the given coefficients.
 
         `more` has the shape `(..., n, m)` of `coefficients` and holds new standard normal numbers. This
         default is for drivers whose refinement only adds functions.

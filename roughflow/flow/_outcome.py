@@ -91,7 +91,8 @@ def failed(outcome: Outcome) -> Array:
 
 
 def raise_failures(outcome: Outcome, status: Array, sde: AbstractSDE, path: Path) -> Outcome:
-    """Raise an error if a model is not finite or a solver ran out of steps. Escapes raise no error.
+    """Raise an error if a model has values that are not finite or a solver ran out of steps. Escapes raise no
+    error.
 
     Outside of `jit`, the message says whether drift or diffusion is not finite, and at which time. Under
     `jit`, the error is raised at run time, and its message says how to find this out.

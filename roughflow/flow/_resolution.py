@@ -192,8 +192,8 @@ def _coefficients(sde: AbstractSDE, t: Array, z: Array) -> tuple[Array, Array]:
 
 
 def _variance_lost(flow: AbstractStochasticFlow, times: Array, lengths: Array, sigma: Array) -> Array:
-    """The variance `(d,)` of ∫ σ(t) dB that paths of the driver lack, in excess of what they lack for the
-    mean of σ over time."""
+    """The variance `(d,)` of ∫ σ(t) dB that paths of the driver lack, beyond what they would lack if σ were
+    constant at its mean over time."""
     functions = jnp.eye(flow.driver.num_functions, dtype=sigma.dtype)[..., None]
     path = flow.driver.path(functions, flow.t1)
     slopes = jax.vmap(jax.vmap(lambda s: path.unit_slope(s)[:, 0]))(times) / flow.t1  # (N, r, n)

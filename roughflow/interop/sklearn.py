@@ -355,8 +355,8 @@ class StochasticFlowOutlier(OutlierMixin, BaseEstimator):
         return np.where(self.decision_function(X) < 0, -1, 1)
 
     def anomaly(self, X):
-        """The fraction of rows of the training table (kernel) or of samples (density) that are less likely,
-        in [0, 1]: near 0 for outliers."""
+        """For each row, the fraction in [0, 1] of training rows (for a kernel density) or of samples (for any
+        other density) that are less likely than the row: near 0 for outliers."""
         check_is_fitted(self)
         return self.model_.anomaly(validate_data(self, X, dtype=np.float64, reset=False))
 

@@ -1,7 +1,6 @@
 """Stage 9, MCMC: samplers built from SDEs with a given stationary density."""
 
-from ._sample_chain import Chain as Chain, sample_chain as sample_chain
-from ._sampler import (
+from ._kernels import (
     AbstractSampler as AbstractSampler,
     AdjustedSampler as AdjustedSampler,
     FlowSampler as FlowSampler,
@@ -10,4 +9,5 @@ from ._sampler import (
     SamplerState as SamplerState,
     UnadjustedSampler as UnadjustedSampler,
 )
+from ._sample_chain import Chain as Chain, sample_chain as sample_chain
 from ._tune import Tuned as Tuned, WarmedUp as WarmedUp, tune_sampler as tune_sampler, warm_up as warm_up

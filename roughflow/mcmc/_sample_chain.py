@@ -11,7 +11,7 @@ from .._checks import check_count, check_instance, check_key, check_memory, fini
 from .._programs import jit
 from .._show import count, is_known, table
 from ..sde import AbstractSDE
-from ._sampler import AbstractSampler, SamplerState, UnadjustedSampler
+from ._kernels import AbstractSampler, SamplerState, UnadjustedSampler
 
 MAX_SHOWN_COORDINATES = 8  # maximum number of coordinates in the printed summary
 

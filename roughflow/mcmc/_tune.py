@@ -31,7 +31,7 @@ from ..sde import (
     targeted_sde,
 )
 from ..train import AbstractStatefulObjective, History, RunOptions, TrainingOptions, fit
-from ._sampler import AbstractSampler, AdjustedSampler, FlowSampler, GradientState, SamplerState, accept
+from ._kernels import AbstractSampler, AdjustedSampler, FlowSampler, GradientState, SamplerState, accept
 
 # Optimal acceptance rate of Langevin proposals in high dimension (Roberts & Rosenthal 1998).
 TARGET_ACCEPTANCE = 0.574

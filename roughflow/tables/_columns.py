@@ -58,8 +58,8 @@ class Relations(eqx.Module):
 
     @staticmethod
     def of(rows: np.ndarray, own: int, exempt: Iterable[int] = ()) -> "Relations | None":
-        """The relations that determine one of the first `own` columns from other columns; None if there are
-        none. The columns `exempt` are never part of a relation.
+        """The relations of which each determines one of the first `own` columns from other columns; None if
+        there are none. The columns `exempt` are never part of a relation.
 
         A column is removed if its variance given the other columns is below 1e-6 of its variance."""
         loc, scale = rows.mean(axis=0), rows.std(axis=0)

@@ -99,7 +99,8 @@ def fit_density(
     **Arguments:**
 
     - `data`: one row per sample: an array, a DataFrame, or an `rf.tables.ParquetTable`, whose rows need not
-      fit in memory. For a `ParquetTable`, moments and maps of columns are computed from 100,000 of its rows.
+      fit in memory. For a `ParquetTable`, moments and monotone maps of columns are computed from
+      at most 100,000 of its rows.
     - `given`: the rows to condition on, or names of columns of `data`, for the conditional density p(data |
       given). The methods of the model then take `given` too.
     - `groups`: a label for each row, or the name of a column of `data`, which is not modelled. Rows of one

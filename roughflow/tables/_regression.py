@@ -42,7 +42,7 @@ class Regression(eqx.Module):
 
     Each member is a flow without noise, so y is an increasing function T(z; x) of z ~ N(0, s²). Its
     distribution function Φ(T⁻¹(y; x)/s) and its quantiles T(s Φ⁻¹(α); x) need no samples. s² is the mean of
-    z² over the validation rows of all members, minus the spread of the members, which averaging adds. If the
+    z² over the validation rows of all members, minus the variance between the members' predictions, which averaging adds. If the
     flows are overconfident on unseen rows, s > 1.
 
     **Arguments:** `members`, conditional densities `rf.tables.Standardised`; `scale`, s.
@@ -172,7 +172,8 @@ def _moment(values: np.ndarray) -> np.ndarray:
 
 
 def _quantiles(maps: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    """Quantiles of the average distribution of several members at one x, from `(members, points)`."""
+    """Quantiles at one x of the average of the distributions of the members of an ensemble, from their maps
+    `(members, points)`."""
     y = np.sort(maps, axis=None)
     levels_there = np.mean([scipy.special.ndtr(np.interp(y, own, BASE_POINTS)) for own in maps], axis=0)
     return np.interp(levels, levels_there, y)

@@ -34,9 +34,9 @@ from ._numbers import is_frame, real_numbers, take
 
 
 class Standardised(eqx.Module):
-    """A flow y of standardised data: x = m + L y, with log p(x) = log p_y(L⁻¹(x − m)) − log |det L|.
+    """A flow for standardised data y, with x = m + L y and log p(x) = log p_y(L⁻¹(x − m)) − log |det L|.
 
-    With `marginals` g, a monotone map of each column, g(x) = m + L y, and Σ log g′(x) is added to log p(x).
+    `marginals` is a monotone map g of each column: then g(x) = m + L y, and Σ log g′(x) is added to log p(x).
 
     With `num_given=k` the density is conditional on the last k coordinates. The flow does not change the base
     distribution N(0, I) of these, so p(y | given) is the joint density divided by theirs.

@@ -76,7 +76,7 @@ class Fitted:
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
     """Options of the optimiser and of early stopping, for `rf.fit`, `rf.fit_density` and `rf.tune_sampler`. A
-    field that is None takes the default value of the function.
+    field that is None takes the default of the function that the options are passed to.
 
     - `batch_size`: rows per step, drawn with replacement; all rows if there are fewer.
     - `learning_rate`: peak learning rate of Adam, with linear warm-up and cosine decay to zero.
