@@ -47,8 +47,8 @@ class Score:
 
     @staticmethod
     def of(values: np.ndarray, gaussian: np.ndarray, labels: np.ndarray, method: str) -> "Score":
-        """The score, from the log-densities of rows under the model and under the Gaussian that it is compared
-        with; rows with the same label are dependent."""
+        """The score, from the log-densities of rows under the model and under the Gaussian for comparison;
+        rows with the same label are dependent."""
         with np.errstate(invalid="ignore"):
             gain = mean_and_error(values - gaussian, labels)
         return Score(

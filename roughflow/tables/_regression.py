@@ -42,8 +42,8 @@ class Regression(eqx.Module):
 
     Each member is a flow without noise, so y is an increasing function T(z; x) of z ~ N(0, s²). Its
     distribution function Φ(T⁻¹(y; x)/s) and its quantiles T(s Φ⁻¹(α); x) need no samples. s² is the mean of
-    z² over the validation rows of all members, minus the variance between the members' predictions, which averaging adds. If the
-    flows are overconfident on unseen rows, s > 1.
+    z² over the validation rows of all members, minus the variance between the members'
+    predictions, which averaging adds. If the flows are overconfident on unseen rows, s > 1.
 
     **Arguments:** `members`, conditional densities `rf.tables.Standardised`; `scale`, s.
 

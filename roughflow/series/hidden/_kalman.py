@@ -92,8 +92,8 @@ def exact_step(rate: Array, drift: Array, later: Array, noise: Array, dt: Array)
 
 
 def affine(space: StateSpace, time: Array, dt: Array) -> tuple[Array, ...]:
-    """F, c and Q of one step z′ = F z + c + N(0, Q) of a linear SDE; its inhomogeneous term is taken to be linear
-    in time during the step."""
+    """F, c and Q of one step z′ = F z + c + N(0, Q) of a linear SDE, whose inhomogeneous term is taken to be
+    linear in time during the step."""
     zero, middle = jnp.zeros(space.rows.fixed.shape[1]), time + 0.5 * dt
     rate = jax.jacfwd(lambda z: space.fields(middle, z)[0])(zero)
     # Inputs may jump at the ends of a step, so they are evaluated inside it.
