@@ -727,7 +727,8 @@ class FromPoint(eqx.Module):
         time = FIRST * self.t1 / 4**number
         moments = _moments(self.sde, self.point, time)
         log_prob = lambda x: _normal(*moments, x)
-        return Beginning(log_prob, *(np.asarray(a) for a in values_of(moments)), time)
+        mean, covariance = (np.asarray(a) for a in values_of(moments))
+        return Beginning(log_prob, mean, covariance, time)
 
 
 @functools.partial(jit, level=1)

@@ -458,7 +458,9 @@ class Guided(eqx.Module):
         origin = jnp.where(uneven, systematic(share, jax.random.uniform(key_choice)), jnp.arange(self.count))
         z, log_w = z[origin], jnp.where(uneven, 0.0, log_w)
         white, keys = jax.random.normal(key_move, z.shape), jax.random.split(key_next, self.count)
-        z, weight, uniform = jax.vmap(lambda *one: self.move(*one, tuple(given)))(z, white, keys)
+        z, weight, uniform = jax.vmap(lambda *one: self.move(one[0], one[1], one[2], tuple(given)))(
+            z, white, keys
+        )
         # The probability of a smaller value is averaged with the weights before the observed value.
         share = jnp.where(jnp.isnan(uniform), 0, jnp.exp(log_w))
         uniform = jnp.sum(jnp.where(share > 0, share * uniform, 0)) / jnp.sum(share)
