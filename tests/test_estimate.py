@@ -263,3 +263,15 @@ def test_the_finer_of_the_first_two_levels_is_the_flow():
         assert coarse.driver.num_functions == driver.num_functions // 2
         assert coarse.driver.refined() == driver
         assert int(_paths.levels(coarse)[1].each) == integrator.count(driver, 1)
+
+
+def test_in_many_dimensions_paths_around_modes_follow_early_unless_few_points_need_them(key):
+    """With a flow of 30 columns, points with up to 65,536 paths were off by 0.04. Paths around modes took a
+    fifth of the time and were off by less than 0.001."""
+    most, hard = 2**16, np.full(5, 2.0**13)
+    limit = lambda count, dimension: _ladder.Climb(
+        np.zeros((count, dimension)), key, rf.density.Accuracy()
+    ).limit(most, hard)
+    assert limit(50, 3) == _ladder.MAX_PATHS_WITHOUT_GRID
+    assert limit(500, 3) > 4 * _ladder.MAX_PATHS_WITHOUT_GRID
+    assert limit(50, 2) > 4 * _ladder.MAX_PATHS_WITHOUT_GRID

@@ -49,6 +49,8 @@ ACCEPTED_ERROR = 0.1
 FIRST_PATHS = 256  # number of paths in the first round
 PATHS_BEYOND_GRID = 64  # around modes, for densities below about 1e-7 of the maximum
 MAX_PATHS_PER_POINT = 2**14
+# if many points in three and more dimensions need more, paths around modes are better
+MAX_PATHS_WITHOUT_GRID = 2**12
 # maximum number of paths of all points together, if there are few points
 PATHS_OF_FEW = {"cpu": 2**18, "gpu": 2**22}
 # If at most this share of the points is left and the user gives no tolerance, no other method is compiled.
@@ -80,11 +82,12 @@ class Ladder(AbstractEstimator):
 
     1. **Paths** drawn from the distribution of the driver with scrambled Sobol' numbers: 256, then four times
        as many, and so on until the total error is below the tolerance (0.05 by default); at most 16,384 or,
-       for a few points, 65,536. All paths are solved with half of the driver's functions and steps, and some
-       also with all of them; the difference corrects the value and bounds the remaining error. If the
-       remaining error is too large, all paths are solved with all functions and steps. If no tolerance is
-       given, an error of 0.1 is accepted in the end. If at most one point in a hundred is then left, no other
-       method is used, and points with poor weights are flagged.
+       for a few points, 65,536. If many points in three and more dimensions need more than 4,096, step 3
+       follows instead. All paths are solved with half of the driver's functions and steps, and some also with
+       all of them; the difference corrects the value and bounds the remaining error. If the remaining error
+       is too large, all paths are solved with all functions and steps. If no tolerance is given, an error of
+       0.1 is accepted in the end. If at most one point in a hundred is then left, no other method is used,
+       and points with poor weights are flagged.
     2. In one and two dimensions, a **grid** (`rf.density.Grid`). It comes first if there are many points,
        because its cost does not depend on their number, or if the SDE contracts strongly, because prior draws
        may then miss paths.
@@ -303,17 +306,21 @@ class Climb:
             parts["poor"] = poor
             met = ((both <= self.aim) | (error <= 0.5 * self.aim)) & ~poor
             needed = total * (error / self.accepted) ** 2
-            limit = self.limit(most, int(np.sum(~met & (needed > MAX_PATHS_PER_POINT))))
+            limit = self.limit(most, needed[~met])
             hopeless = needed > limit
             return met | hopeless | (GROWTH * total > limit)
 
         return in_rounds(points, which, mixture, Sobol(), *levels, first=first, most=most, ends=ends)
 
-    def limit(self, most: int, count: int) -> int:
-        """The maximum number of paths per point. By default it is larger if the number `count` of points that
-        need more paths is small, because compiling another method would take as long as more paths."""
+    def limit(self, most: int, needed: np.ndarray) -> int:
+        """The maximum number of paths per point, if some points need the given numbers. By default it is
+        larger if these points are few, because compiling another method would take as long as more paths."""
         if self.accuracy.tolerance is not None:
             return most
+        has_grid = self.x.shape[1] <= max(GRID_POINTS)
+        if not has_grid and np.sum(needed > MAX_PATHS_WITHOUT_GRID) > FEW_LEFT * len(self.x):
+            return min(most, MAX_PATHS_WITHOUT_GRID)
+        count = int(np.sum(needed > MAX_PATHS_PER_POINT))
         device = "cpu" if jax.default_backend() == "cpu" else "gpu"
         return min(most, max(MAX_PATHS_PER_POINT, PATHS_OF_FEW[device] // max(count, 1)))
 

@@ -53,6 +53,10 @@ from ._state_space import STATIONARY, Estimated, Inputs, Rows, StateSpace, drive
 KALMAN, GRID, PARTICLES, LAPLACE = "kalman", "grid", "particles", "laplace"
 BY_PATHS = (PARTICLES, LAPLACE)  # methods that use the most likely states
 MAX_REFINEMENTS = 3  # maximum number of doublings of the steps between values
+# Error due to the steps between values, divided by the change when their number is doubled. This is exact for
+# schemes of order one. The order is about one half where a hidden variance comes close to zero: Heston's
+# log-likelihood of 3,523 daily values is 11904.1, 11900.7 and 11899.0 with 1, 2 and 3 steps.
+LEFT_BY_STEPS = 2.0
 OUTSIDE = 1e-3  # a grid is replaced if its outermost nodes have a larger probability
 ZERO = 1e-3  # relative to its starting value, a parameter below this is called zero
 PROBES = 3  # number of values at which an observation density is checked
@@ -139,20 +143,20 @@ class HiddenSeries(eqx.Module):
         return self.with_mesh(_space(self, sde))
 
     def with_error(self, sde: Any) -> tuple[float, float]:
-        """The log-likelihood and its error, in nats: the error due to particles or nodes, and the change
-        with twice as many steps between values."""
+        """The log-likelihood and its error, in nats: the error due to particles or nodes, and the error due
+        to the steps between values."""
         one = self.covering(sde)
         value, error = _with_error(one, sde)
         return float(value), float(np.hypot(error, one.moved(sde, value)))
 
     def moved(self, sde: Any, value: Array) -> float:
-        """The change of the log-likelihood `value` with twice as many steps between values; with particles,
-        that of Laplace's approximation."""
+        """The error of the log-likelihood `value` due to the steps between values; with particles, that of
+        Laplace's approximation."""
         if not self.refines:
             return 0.0
         smooth = self.smooth
         value = value if smooth is self else _total(smooth, sde)
-        return float(jnp.abs(_total(smooth.with_effort(self.effort.finer()), sde) - value))
+        return LEFT_BY_STEPS * float(jnp.abs(_total(smooth.with_effort(self.effort.finer()), sde) - value))
 
     @property
     def smooth(self) -> "HiddenSeries":
@@ -376,7 +380,8 @@ class HiddenLikelihood(AbstractLikelihood):
         drawn, moved, smooth = float(np.linalg.norm(errors)), 0.0, self.smooth
         here = float((values if smooth is self else smooth.scores(free)[0]).sum())
         if self.of_sde.refines:
-            moved = abs(smooth.with_effort(self.of_sde.effort.finer()).log_likelihood(free) - here)
+            finer = smooth.with_effort(self.of_sde.effort.finer()).log_likelihood(free)
+            moved = LEFT_BY_STEPS * abs(finer - here)
         if self.of_sde.mesh is not None:
             drawn = max(drawn, abs(self.moved_to(free).with_nodes().log_likelihood(free) - here))
         return drawn if np.isfinite(drawn) else np.inf, moved if np.isfinite(moved) else np.inf
