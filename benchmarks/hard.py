@@ -130,8 +130,14 @@ def line(
     return np.interp(x[:, 0], y, np.log(np.maximum(p, 1e-300)))
 
 
-def two_bundles_density(x: np.ndarray, functions: int = 400, scale: float = 0.1) -> np.ndarray:
-    """log p of the two bundles in the plane.
+def two_bundles_density(x: np.ndarray, functions: int = 400) -> np.ndarray:
+    """log p of the two bundles in the plane, extrapolated from expansions with n and 2n functions. Their
+    errors decrease as 1/n: about 0.001 for n = 400, and 1e-5 after the extrapolation."""
+    return 2 * truncated_density(x, 2 * functions) - truncated_density(x, functions)
+
+
+def truncated_density(x: np.ndarray, functions: int, scale: float = 0.1) -> np.ndarray:
+    """log p of the two bundles in the plane, from an expansion of the Brownian motion.
 
     Given Z₁(1) = x₁, Z₁(t) = z + (x₁ − z)t + Σ ωₖ √2 sin(kπt)/(kπ) with z normal, so Z₂(1) is a quadratic
     form of normal numbers u plus an independent one: Y = a + bᵀu + uᵀAu + √v N, v = scale² + 0.09. Its

@@ -32,6 +32,7 @@ STAGES = [
 ALLOWED = {stage: set(STAGES[:i]) for i, stage in enumerate(STAGES)} | {"rough": {"driver"}}
 # So do the modules of the density stage: a point goes through each of them once.
 DENSITY = [
+    "draws",
     "estimate",
     "proposals",
     "modes",

@@ -236,6 +236,25 @@ def test_the_default_sees_both_bundles_of_paths(key):
     assert np.all(gap[~np.asarray(estimate.suspect)] < 0.5), gap
 
 
+@pytest.mark.parametrize(
+    ("reach", "suspect"),
+    [
+        pytest.param(2.2, True, id="bent", marks=pytest.mark.slow),
+        pytest.param(np.inf, False, id="linear"),
+    ],
+)
+def test_values_far_in_the_tail_are_flagged_unless_the_sde_is_linear(reach, suspect, key):
+    """To reach (0, 1.75), Z₂ is pushed by noise alone or by a detour of Z₁ beyond 2.2. The search finds only
+    the direct paths, as if there were no detour, and its value is too low by 0.25."""
+    drift = lambda t, z: jnp.stack([0 * z[0], 60 * jnp.maximum(jnp.abs(z[0]) - reach, 0) ** 2])
+    sde = rf.ItoSDE(drift, rf.ConstantDiffusion(jnp.diag(jnp.array([1.0, 0.3]))))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(2), 0.1), integrator=rf.FixedGrid(steps=8))
+    estimate = flow.estimate(np.array([[0.0, 1.75]]), key=key, max_paths=1024)
+    assert bool(estimate.suspect[0]) == suspect
+    direct = stats.norm.logpdf([0, 1.75], 0, np.sqrt([1.01, 0.1])).sum()
+    assert suspect or abs(estimate.log_prob[0] - direct) < 1e-3
+
+
 CUBIC = np.array([[0.5, -0.2, 0.1], [1.5, 0.3, 0.0], [1.5, -1.5, 0.4], [3.0, 0.0, 0.0]])
 
 

@@ -1,6 +1,7 @@
 """Stage 5, from p(x | path) to p(x): flows with densities, estimators, proposals, error bars."""
 
 from ._bounds import LowerBound as LowerBound, Unbiased as Unbiased, UpperBound as UpperBound
+from ._draws import AbstractDraws as AbstractDraws, Independent as Independent, Sobol as Sobol
 from ._estimate import (
     METHODS as METHODS,
     AbstractEstimator as AbstractEstimator,
@@ -18,11 +19,8 @@ from ._modes import Laplace as Laplace
 from ._particles import systematic as systematic
 from ._paths import PullBack as PullBack
 from ._proposals import (
-    AbstractDraws as AbstractDraws,
     AbstractProposal as AbstractProposal,
     Amortised as Amortised,
-    Independent as Independent,
     Mixture as Mixture,
     Prior as Prior,
-    Sobol as Sobol,
 )

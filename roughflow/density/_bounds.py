@@ -53,10 +53,10 @@ class LowerBound(eqx.Module):
         self.estimator.proposal.draws.check(count)
         # In a fit on several devices, `key` already contains one key per point.
         keys = key if key.ndim else point_keys(check_key(key), jnp.arange(len(flat)))
-        places = jnp.broadcast_to(jnp.arange(count), (len(flat), count))
+        indices = jnp.broadcast_to(jnp.arange(count), (len(flat), count))
         try:
             with one_line_errors():
-                weights = _log_weights(self.estimator, flow, flat, keys, places, count)
+                weights = _log_weights(self.estimator, flow, flat, keys, indices, count)
         except NonFiniteError:
             explain_failure(flow, flat)
             raise
@@ -64,8 +64,10 @@ class LowerBound(eqx.Module):
 
 
 @jit
-def _log_weights(estimator: PullBack, flow, x: Array, keys: PRNGKeyArray, places: Array, most: int) -> Array:
-    return estimator.log_weights(flow, x, keys, places, most)
+def _log_weights(
+    estimator: PullBack, flow, x: Array, keys: PRNGKeyArray, indices: Array, max_paths: int
+) -> Array:
+    return estimator.log_weights(flow, x, keys, indices, max_paths)
 
 
 class UpperBound(eqx.Module):
@@ -130,8 +132,8 @@ def _upper(
         size = own.shape[-1] if mixture is None else mixture.num_normals
         noise = jax.random.normal(key_path, (count, fresh, size), z.dtype)
         omega = noise if mixture is None else mixture.sample(noise)
-        places = jnp.broadcast_to(jnp.arange(fresh), (count, fresh))
-        solves = solve_keys(flow, jax.random.split(key_solve, count), places)
+        indices = jnp.broadcast_to(jnp.arange(fresh), (count, fresh))
+        solves = solve_keys(flow, jax.random.split(key_solve, count), indices)
         rest = Level(flow).solved(place, omega, None, solves) + log_standard(omega)
         # Far from the centre, the vector field may overflow to NaN before the sample counts as escaped; such
         # a path has no start either.

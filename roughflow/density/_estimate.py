@@ -25,7 +25,7 @@ REASONS = {
     + f"increase max_paths or use a smaller tolerance{see('few-effective-paths')}",
     "coarse": "have a large truncation or solver error: increase num_functions of the driver, or use more "
     "steps, rf.FixedGrid(steps=...)" + see("truncation-or-solver-error"),
-    "steep": "lie where the SDE contracts strongly or where few paths end: some paths may have been missed"
+    "steep": "lie where the SDE contracts strongly or far in a tail: some paths may have been missed"
     + see("strong-contraction"),
     "jump": "belong to an SDE with discontinuous coefficients, which the density given a path does not "
     "account for" + see("discontinuous-coefficients"),

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_key
@@ -14,6 +15,7 @@ from .._functions import fixed_functions
 from .._programs import jit
 from ..flow import AbstractStochasticFlow, ExactDivergence, some_points, unresolved_in_time
 from ..sde import kinks, noise_matrix
+from ._draws import Sobol
 from ._estimate import (
     COARSE,
     FEW_PATHS,
@@ -37,17 +39,18 @@ from ._paths import (
     coarser,
     estimate_of,
     exact,
+    forward_draws,
     in_rounds,
     is_inside_jit,
     mixtures,
 )
-from ._proposals import AbstractProposal, Mixture, Prior, Sobol
+from ._proposals import AbstractProposal, Mixture, Prior
 
 DEFAULT_TOLERANCE = 0.05  # target of the total error in nats, if the user gives no tolerance
 # Total error in nats below which no other method is tried, if the user gives no tolerance.
 ACCEPTED_ERROR = 0.1
 FIRST_PATHS = 256  # number of paths in the first round
-PATHS_BEYOND_GRID = 64  # around modes, for densities below about 1e-7 of the maximum
+PATHS_BEYOND_GRID = 32  # around modes, for densities below about 1e-7 of the maximum
 MAX_PATHS_PER_POINT = 2**14
 # if many points in three and more dimensions need more, paths around modes are better
 MAX_PATHS_WITHOUT_GRID = 2**12
@@ -65,6 +68,9 @@ GRID_POINTS, GRID_POINTS_ON_GPU = {1: 64, 2: 256}, {1: 4096, 2: 16384}
 GRID_WORK = 4e8  # maximum work of a grid, ten to thirty seconds on a CPU
 # Effective fraction of the paths around modes below which other bundles of paths may have been missed.
 EVEN_SHARE = 0.25
+# Points are far in the tail if the squared norm of the most likely path exceeds that of a d-dimensional
+# standard normal variable with less than this probability.
+FAR_TAIL = 1e-5
 PROBES = 4  # number of draws of a random divergence, if there is no noise
 PROBED_POINTS = 8  # points at which the time dependence of the coefficients is checked
 CONTRACTION_PATHS, CONTRACTION_STEPS = 64, 32
@@ -254,12 +260,12 @@ class Climb:
         random coefficients instead of those from the modes, the weights for two bundles of paths in the plane
         change by 2 to 10 times p(x).
         """
-        most = self.accuracy.max_paths
+        max_paths = self.accuracy.max_paths
         if self.accuracy.tolerance is None:
-            most = min(most, MAX_PATHS_AROUND_MODES)
+            max_paths = min(max_paths, MAX_PATHS_AROUND_MODES)
         around = [mixtures(Laplace(fine=np.float32(fine)), points, which) for fine in range(2)]
         coarse, parts = (
-            self.weighed(points, which, mixture, most, level)
+            self.weighed(points, which, mixture, max_paths, level)
             for mixture, level in zip(around, points.levels[:2], strict=True)
         )
         poor = coarse["poor"] | parts.pop("poor")
@@ -273,27 +279,52 @@ class Climb:
             # Even if the weights around modes are poor, their change shows the truncation error.
             moved["truncation_error"] = parts["truncation_error"][still]
             self.put(which[still], moved, moved["effective_paths"] < FEW_RUNS, "particles")
+        assert around[1] is not None
+        self.flag_far(points, which, around[1])
 
     def beyond_grid(self, points: Points, which: np.ndarray) -> None:
         """Use a few paths around modes, for points at which the density is almost zero and which no path from
         the prior would reach."""
         mixture, self.aim = mixtures(Laplace(num_starts=FEW_STARTS), points, which), self.accepted
+        assert mixture is not None
         self.paths(points, which, mixture, "modes", PATHS_BEYOND_GRID)
+        self.flag_far(points, which, mixture)
+
+    def flag_far(self, points: Points, which: np.ndarray, mixture: Mixture) -> None:
+        """Flag points far in the tail of a nonlinear SDE. Even the most likely path to such a point is so
+        improbable that no forward draw resembles it, so draws cannot show other, equally improbable paths.
+
+        For dZ₁ = dB₁, dZ₂ = 60 max(|Z₁| − 2.2, 0)² dt + 0.3 dB₂ from N(0, 0.1² I), the value at (0, 2) is too
+        low by 0.8 to 1.2 with error bars of 0.4 to 0.7, because the search finds only the direct paths.
+        """
+        likely = np.argmax(mixture.log_share, axis=1)
+        centre = np.take_along_axis(np.asarray(mixture.centre), likely[:, None, None], axis=1)[:, 0]
+        chance = scipy.special.gammaincc(0.5 * mixture.dimension, 0.5 * np.sum(centre**2, axis=1))
+        far = (chance < FAR_TAIL) & (self.parts["rung"][which] != METHODS.index("grid"))
+        if far.any() and not forward_draws(points).is_linear:
+            self.parts["steep"][which] |= far
 
     def paths(
-        self, points: Points, which: np.ndarray, mixture: Mixture | None, name: str, most: int | None = None
+        self,
+        points: Points,
+        which: np.ndarray,
+        mixture: Mixture | None,
+        name: str,
+        max_paths: int | None = None,
     ) -> None:
-        """Use paths from the prior or from a mixture."""
-        parts = self.weighed(points, which, mixture, most or self.accuracy.max_paths, *points.levels)
+        """Use paths from the prior or from a mixture. If `max_paths` is given, a rough error bar suffices,
+        and paths are solved for one sign of the added coefficients only."""
+        levels = points.levels if max_paths is None else points.levels[:2]
+        parts = self.weighed(points, which, mixture, max_paths or self.accuracy.max_paths, *levels)
         poor, self.poor[which] = parts.pop("poor"), True
         self.put(which, parts, poor, name)
 
     def weighed(
-        self, points: Points, which: np.ndarray, mixture: Mixture | None, most: int, *levels: Level
+        self, points: Points, which: np.ndarray, mixture: Mixture | None, max_paths: int, *levels: Level
     ) -> Parts:
         """Add paths until the error is small enough, the weights turn out to be poor, or the maximum number
         is reached. Return fields of an `Estimate`, and a mask of the points with poor weights."""
-        first = min(FIRST_PATHS, most)
+        first = min(FIRST_PATHS, max_paths)
 
         def ends(parts: Parts, total: int) -> np.ndarray:
             error, effective = parts["standard_error"], parts["effective_paths"]
@@ -306,23 +337,25 @@ class Climb:
             parts["poor"] = poor
             met = ((both <= self.aim) | (error <= 0.5 * self.aim)) & ~poor
             needed = total * (error / self.accepted) ** 2
-            limit = self.limit(most, needed[~met])
+            limit = self.limit(max_paths, needed[~met])
             hopeless = needed > limit
             return met | hopeless | (GROWTH * total > limit)
 
-        return in_rounds(points, which, mixture, Sobol(), *levels, first=first, most=most, ends=ends)
+        return in_rounds(
+            points, which, mixture, Sobol(), *levels, first=first, max_paths=max_paths, ends=ends
+        )
 
-    def limit(self, most: int, needed: np.ndarray) -> int:
+    def limit(self, max_paths: int, needed: np.ndarray) -> int:
         """The maximum number of paths per point, if some points need the given numbers. By default it is
         larger if these points are few, because compiling another method would take as long as more paths."""
         if self.accuracy.tolerance is not None:
-            return most
+            return max_paths
         has_grid = self.x.shape[1] <= max(GRID_POINTS)
         if not has_grid and np.sum(needed > MAX_PATHS_WITHOUT_GRID) > FEW_LEFT * len(self.x):
-            return min(most, MAX_PATHS_WITHOUT_GRID)
+            return min(max_paths, MAX_PATHS_WITHOUT_GRID)
         count = int(np.sum(needed > MAX_PATHS_PER_POINT))
         device = "cpu" if jax.default_backend() == "cpu" else "gpu"
-        return min(most, max(MAX_PATHS_PER_POINT, PATHS_OF_FEW[device] // max(count, 1)))
+        return min(max_paths, max(MAX_PATHS_PER_POINT, PATHS_OF_FEW[device] // max(count, 1)))
 
 
 def total_error(parts: Parts) -> np.ndarray:

@@ -16,16 +16,19 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import check_count
 from .._linear import orthonormal, solve
 from ..flow import AbstractStochasticFlow, FixedGrid, NoDivergence, Whitened
 from ..sde import ExactCorrection, with_explicit_parameters
-from ._proposals import AbstractDraws, AbstractProposal, Mixture, Sobol, normal_numbers
+from ._draws import AbstractDraws, Sobol, normal_draws
+from ._proposals import AbstractProposal, Mixture
 
 CLOUD_DRAWS = 4096  # number of forward simulations, whose results are starting points of searches
 MAX_CLOUD_NUMBERS = 2**22
+LINEAR = 1e-3  # deviation from a linear map, relative to the spread, that is neglected
 WIDE, WIDE_SHARE = 3.0, 4  # one start in four is drawn from a distribution three times as wide as the prior
 MAX_ITERATIONS = 12
 STEP_LENGTHS = (1.0, 0.4, 0.1)  # step lengths of the line search
@@ -170,11 +173,20 @@ class Cloud(eqx.Module):
     @staticmethod
     def of(flow: AbstractStochasticFlow, key: PRNGKeyArray, dtype) -> "Cloud":
         latent = constant(Latent(flow))
-        places = jnp.arange(max(64, min(CLOUD_DRAWS, MAX_CLOUD_NUMBERS // latent.size)))
-        xi = normal_numbers(key, places, latent.size, dtype)
+        indices = jnp.arange(max(64, min(CLOUD_DRAWS, MAX_CLOUD_NUMBERS // latent.size)))
+        xi = normal_draws(key, indices, latent.size, dtype)
         end, has_escaped = latent.end(xi)
         lost = has_escaped | ~jnp.all(jnp.isfinite(end), axis=-1)
         return Cloud(xi, jnp.where(lost[:, None], jnp.nan, end))
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the end points are affine in ξ, as they are for a linear SDE with additive noise."""
+        xi, end = np.asarray(self.xi, float), np.asarray(self.end, float)
+        known = np.isfinite(end).all(axis=1)
+        design = np.column_stack([np.ones(known.sum()), xi[known]])
+        rest = end[known] - design @ np.linalg.lstsq(design, end[known])[0]
+        return bool(known.all() and np.all(np.abs(rest).max(axis=0) <= LINEAR * end.std(axis=0)))
 
     def starts(self, x: Array, count: int) -> Array:
         """Starting points of searches for each x, `(B, count, D)`: zero, the draws that end nearest to x in
@@ -206,8 +218,8 @@ class Modes(eqx.Module):
     def tangents(self, start: int) -> Mixture:
         """The mixture of the tangent Gaussians of at most `MAX_MODES` points, marginalised over the start,
         and a share of the prior. The coefficients of the path begin at index `start` of ξ."""
-        places = jnp.argsort(self.score, axis=1)[:, :MAX_MODES]
-        take = lambda a: jnp.take_along_axis(a, jnp.expand_dims(places, range(2, a.ndim)), axis=1)
+        indices = jnp.argsort(self.score, axis=1)[:, :MAX_MODES]
+        take = lambda a: jnp.take_along_axis(a, jnp.expand_dims(indices, range(2, a.ndim)), axis=1)
         score, xi, directions = take(self.score), take(self.xi), take(self.directions)
         found = jnp.isfinite(score)
         missed = ~jnp.any(found, axis=1)

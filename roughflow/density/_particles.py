@@ -9,16 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
+from ._draws import Independent, normal_draws, normal_quantile, random_bits, uniform_draws
 from ._paths import Level, Parts, Points, solve_keys, summary
-from ._proposals import (
-    Independent,
-    Mixture,
-    log_standard,
-    normal_numbers,
-    normal_quantile,
-    random_bits,
-    uniform_numbers,
-)
+from ._proposals import Mixture, log_standard
 
 RUNS = 8  # number of independent runs per point; their spread gives the error
 PARTICLES = 256  # number of particles per run
@@ -58,7 +51,7 @@ class Runs(eqx.Module):
         run = jnp.tile(jnp.arange(RUNS), len(x))
         x, keys, mixture = jax.tree.map(lambda a: jnp.repeat(a, RUNS, axis=0), (x, keys, mixture))
         keys = jax.vmap(jax.random.fold_in)(keys, run)
-        draw = lambda key: normal_numbers(key, jnp.arange(PARTICLES), mixture.num_normals, x.dtype)
+        draw = lambda key: normal_draws(key, jnp.arange(PARTICLES), mixture.num_normals, x.dtype)
         solves = solve_keys(flow, keys, jnp.broadcast_to(jnp.arange(PARTICLES), (len(x), PARTICLES)))
 
         def joint(omega: Array) -> Array:
@@ -105,8 +98,8 @@ def tempered(
         beta = jnp.where(jnp.isfinite(log_mean), beta, 1)
         bits = jax.vmap(lambda key: random_bits(key, jnp.arange(1), 1)[0, 0])(key)
         share = jax.nn.softmax(log_weights, axis=1)
-        places = jax.vmap(systematic)(share, uniform_numbers(bits, share.dtype))
-        at, value, proposed = (_take(a, places) for a in (now.omega, now.joint, now.proposed))
+        indices = jax.vmap(systematic)(share, uniform_draws(bits, share.dtype))
+        at, value, proposed = (_take(a, indices) for a in (now.omega, now.joint, now.proposed))
         log_mean = jnp.where(now.beta >= 1, now.log_mean, log_mean)
         return _State(at, value, proposed, beta, log_mean, now.length, now.number + 1)
 
@@ -144,15 +137,15 @@ def _moved(joint, log_proposal, now: _State, keys: PRNGKeyArray) -> _State:
         bits = jax.vmap(draw)(keys)
         # All particles of a point use the same two shifts; if these are equal, no particle moves.
         shift = 1 + (bits[:, :2, 0] % (count - 1)).astype(int)
-        places = (jnp.arange(count)[None, :, None] + shift[:, None]) % count
-        along = _take(state.omega, places[..., 0]) - _take(state.omega, places[..., 1])
+        indices = (jnp.arange(count)[None, :, None] + shift[:, None]) % count
+        along = _take(state.omega, indices[..., 0]) - _take(state.omega, indices[..., 1])
         noise = 1 + 0.5 * normal_quantile(bits[..., 1], state.omega.dtype)
         kick = (state.length[:, None] * noise / 2**0.5)[..., None] * along
         omega = state.omega + jnp.where(first, 0, kick)
         value, proposed = joint(omega), log_proposal(omega)
         energy = lambda joint, log_q: _times(now.beta, joint) + (1 - now.beta[:, None]) * log_q
         change = energy(value, proposed) - energy(state.joint, state.proposed)
-        accept = first | (jnp.log(uniform_numbers(bits[..., 2], change.dtype)) < change)
+        accept = first | (jnp.log(uniform_draws(bits[..., 2], change.dtype)) < change)
         keep = lambda new, old: jnp.where(jnp.expand_dims(accept, range(2, new.ndim)), new, old)
         # Moves become longer if too many are accepted, and shorter if too few are.
         rate = jnp.mean(jnp.exp(jnp.minimum(jnp.nan_to_num(change, nan=-jnp.inf), 0)), axis=1)
@@ -173,12 +166,12 @@ def systematic(share: Array, uniform: Array, count: int | None = None) -> Array:
     Fearnhead 1999)."""
     count = len(share) if count is None else count
     upper = jnp.cumsum(jnp.where(jnp.isfinite(share), share, 1))
-    places = jnp.searchsorted(upper / upper[-1], (jnp.arange(count) + uniform) / count, side="right")
-    return jnp.minimum(places, len(share) - 1)
+    indices = jnp.searchsorted(upper / upper[-1], (jnp.arange(count) + uniform) / count, side="right")
+    return jnp.minimum(indices, len(share) - 1)
 
 
-def _take(values: Array, places: Array) -> Array:
-    return jnp.take_along_axis(values, jnp.expand_dims(places, range(2, values.ndim)), axis=1)
+def _take(values: Array, indices: Array) -> Array:
+    return jnp.take_along_axis(values, jnp.expand_dims(indices, range(2, values.ndim)), axis=1)
 
 
 def _times(beta: Array, log_weights: Array) -> Array:

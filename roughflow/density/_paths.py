@@ -25,6 +25,7 @@ from ..flow import (
     one_line_errors,
 )
 from ..sde import ExactCorrection
+from ._draws import AbstractDraws, Sobol
 from ._estimate import (
     METHODS,
     AbstractEstimator,
@@ -34,7 +35,7 @@ from ._estimate import (
     weights_error,
 )
 from ._modes import PRIOR_SHARE, Cloud, constant, refined_driver, with_added
-from ._proposals import AbstractDraws, AbstractProposal, Mixture, Prior, Sobol, log_standard
+from ._proposals import AbstractProposal, Mixture, Prior, log_standard
 
 # Maximum dimension for exact divergences instead of random probes, if there is no noise.
 MAX_EXACT_DIMENSION = 64
@@ -49,13 +50,13 @@ FEW_CHECKED = 32  # and at least this many
 Parts = dict[str, np.ndarray]  # of an `Estimate`
 
 
-def solve_keys(flow: AbstractStochasticFlow, keys: PRNGKeyArray, places: Array) -> PRNGKeyArray | None:
-    """Keys `(B, K)` for solves with a random divergence, from one key per point and the places of paths `(B,
+def solve_keys(flow: AbstractStochasticFlow, keys: PRNGKeyArray, indices: Array) -> PRNGKeyArray | None:
+    """Keys `(B, K)` for solves with a random divergence, from one key per point and the indices of paths `(B,
     K)`; None if the divergence is exact."""
     if isinstance(flow.divergence, ExactDivergence) and isinstance(flow.correction, ExactCorrection):
         return None
     own = jax.vmap(lambda key: jax.random.fold_in(key, 2**31))(keys)
-    return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(own, places)
+    return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(own, indices)
 
 
 def exact(flow: AbstractStochasticFlow) -> AbstractStochasticFlow:
@@ -125,19 +126,19 @@ def draw(
     keys: PRNGKeyArray,
     mixture: Mixture | None,
     draws: AbstractDraws,
-    places: Array,
-    most: int,
+    indices: Array,
+    max_paths: int,
 ) -> tuple[Array, Array | None]:
-    """Log-weights `(B, K)` of paths, and the ratio of the prior's density to that of the mixture. For each
-    point, `places` `(B, K)` are the positions of its paths in a random sequence, all below `most`. For use
+    """Log-weights `(B, K)` of paths, and the ratio of the prior's density to that of the mixture. `indices`
+    `(B, K)` are the indices of the paths in the random sequence of each point, all below `max_paths`. For use
     inside a compiled program."""
     size = level.flow.driver.num_functions * level.flow.noise_dimension
     first = size if mixture is None else mixture.num_normals
     # The numbers of the added functions come last, where a Sobol' sequence is distributed least evenly; they
     # are drawn even if not used.
-    number = lambda key, at: draws.normal(key, at, most, first + size, x.dtype)
-    noise, more = jnp.split(jax.vmap(number)(keys, places), [first], axis=-1)
-    solves = solve_keys(level.flow, keys, places)
+    number = lambda key, at: draws.normal(key, at, max_paths, first + size, x.dtype)
+    noise, more = jnp.split(jax.vmap(number)(keys, indices), [first], axis=-1)
+    solves = solve_keys(level.flow, keys, indices)
     if mixture is None:
         return level.solved(x, noise, more, solves), None
     omega = mixture.sample(noise)
@@ -196,21 +197,21 @@ class Points:
             count = len(points[some])
             fill = np.resize(np.arange(count), rows)
             own = jax.tree.map(lambda a, some=some, fill=fill: np.asarray(a)[some][fill], others)
-            places = points[some][fill].astype(np.uint32)
+            indices = points[some][fill].astype(np.uint32)
             with one_line_errors():
-                done = _run(function, self.x[places], self.key, places, own, np.int32(count), block)
+                done = _run(function, self.x[indices], self.key, indices, own, np.int32(count), block)
             parts.append(jax.tree.map(lambda a, count=count: np.asarray(a)[:count], done))
         return jax.tree.map(lambda *a: np.concatenate(a), *parts)
 
 
-def point_keys(key: PRNGKeyArray, places: Array) -> PRNGKeyArray:
-    return jax.vmap(lambda i: jax.random.fold_in(key, i))(places)
+def point_keys(key: PRNGKeyArray, indices: Array) -> PRNGKeyArray:
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(indices)
 
 
 @partial(jit, level=1)
-def _run(function: Callable, x, key: PRNGKeyArray, places, others: Any, count, block: int) -> Any:
+def _run(function: Callable, x, key: PRNGKeyArray, indices, others: Any, count, block: int) -> Any:
     some = lambda batch: function(batch[0], point_keys(key, batch[1]), batch[2])
-    return in_blocks(some, (x, places, others), count, block)
+    return in_blocks(some, (x, indices, others), count, block)
 
 
 class Weigh(eqx.Module):
@@ -218,10 +219,10 @@ class Weigh(eqx.Module):
 
     level: Level
     draws: AbstractDraws
-    most: int = eqx.field(static=True)
+    max_paths: int = eqx.field(static=True)
 
     def __call__(self, x: Array, keys: PRNGKeyArray, others: tuple[Mixture | None, Array]) -> Any:
-        return draw(self.level, x, keys, others[0], self.draws, others[1], self.most)
+        return draw(self.level, x, keys, others[0], self.draws, others[1], self.max_paths)
 
 
 def weights_of(
@@ -229,19 +230,19 @@ def weights_of(
     which: np.ndarray,
     mixture: Mixture | None,
     draws: AbstractDraws,
-    most: int,
+    max_paths: int,
     level: Level,
     at: range,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """The results of `draw`, `(P, K)`, for the points `which` and the paths at positions `at` in their
     sequences."""
-    columns = min(PATHS_PER_ROW, most)
+    columns = min(PATHS_PER_ROW, max_paths)
     starts = np.arange(at.start, at.stop, columns)
     rows = np.repeat(np.arange(len(which)), len(starts))
-    places = np.tile(starts, len(which))[:, None] + np.arange(columns)
+    indices = np.tile(starts, len(which))[:, None] + np.arange(columns)
     mixture = jax.tree.map(lambda a: np.asarray(a)[rows], mixture)
-    given = (mixture, np.minimum(places, most - 1).astype(np.int32))
-    found = points.run(Weigh(level, draws, most), which[rows], given, columns)
+    given = (mixture, np.minimum(indices, max_paths - 1).astype(np.int32))
+    found = points.run(Weigh(level, draws, max_paths), which[rows], given, columns)
     if np.isnan(found[0]).any():
         explain_failure(points.flow, points.x)
     return jax.tree.map(lambda a: a.reshape(len(which), -1)[:, : len(at)], found)
@@ -255,7 +256,7 @@ def in_rounds(
     own: Level,
     *checks: Level,
     first: int,
-    most: int,
+    max_paths: int,
     ends: Callable[[Parts, int], np.ndarray],
     corrected: bool = True,
 ) -> Parts:
@@ -273,7 +274,7 @@ def in_rounds(
     fine = np.zeros((len(which), 0), points.x.dtype)
     coarse, control = fine, None if mixture is None else fine
     while where.size:
-        given, checked = (points, which[where], mixture, draws, most), checked_paths(total)
+        given, checked = (points, which[where], mixture, draws, max_paths), checked_paths(total)
         new = weights_of(*given, own, range(coarse.shape[1], total))
         coarse, control = jax.tree.map(lambda a, b: np.concatenate([a, b], axis=1), (coarse, control), new)
         if checks and checked > fine.shape[1]:
@@ -405,9 +406,9 @@ class PullBack(AbstractEstimator):
         if is_inside_jit(self, flow, x, key):
             return self.traced(flow, x, key, accuracy)
         points = Points(flow, np.asarray(x).reshape(-1, x.shape[-1]), check_key(key))
-        which, tolerance, most = np.arange(len(points.x)), accuracy.tolerance or np.inf, self.num_paths
+        which, tolerance, max_paths = np.arange(len(points.x)), accuracy.tolerance or np.inf, self.num_paths
         if accuracy.tolerance is not None:
-            most = max(most, accuracy.max_paths)
+            max_paths = max(max_paths, accuracy.max_paths)
         unmet = lambda parts: parts["standard_error"] + parts["truncation_error"] > tolerance
         parts = in_rounds(
             points,
@@ -416,20 +417,20 @@ class PullBack(AbstractEstimator):
             self.proposal.draws,
             *points.levels[:2],
             first=self.num_paths,
-            most=most,
-            ends=lambda parts, total: ~unmet(parts) | (GROWTH * total > most),
+            max_paths=max_paths,
+            ends=lambda parts, total: ~unmet(parts) | (GROWTH * total > max_paths),
             corrected=False,
         )
         return estimate_of({**parts, "unmet": unmet(parts)}, x.shape[:-1], x.dtype)
 
     def log_weights(
-        self, flow: AbstractStochasticFlow, x: Array, keys: PRNGKeyArray, places: Array, most: int
+        self, flow: AbstractStochasticFlow, x: Array, keys: PRNGKeyArray, indices: Array, max_paths: int
     ) -> Array:
-        """Differentiable log-weights `(B, K)` for x `(B, d)`, with one key per point. The paths are at
-        positions `places` `(B, K)`, all below `most`, in the sequence of each point. For use inside a
-        compiled program."""
+        """Differentiable log-weights `(B, K)` for x `(B, d)`, with one key per point. `indices`
+        `(B, K)` are the indices of the paths in the sequence of each point, all below `max_paths`. For use
+        inside a compiled program."""
         mixture = mixture_of(self.proposal, exact(flow), x, keys[0])
-        return draw(Level(exact(flow)), x, keys, mixture, self.proposal.draws, places, most)[0]
+        return draw(Level(exact(flow)), x, keys, mixture, self.proposal.draws, indices, max_paths)[0]
 
     def traced(
         self, flow, x: Array, key: PRNGKeyArray, accuracy: Accuracy, method: str | None = None
@@ -444,16 +445,16 @@ class PullBack(AbstractEstimator):
             raise ValueError(message + see("inside-jit"))
         flow, flat, count = exact(flow), jnp.reshape(x, (-1, x.shape[-1])), self.num_paths
         keys = key if key.ndim else point_keys(key, jnp.arange(len(flat)))
-        places = jnp.broadcast_to(jnp.arange(count), (len(flat), count))
+        indices = jnp.broadcast_to(jnp.arange(count), (len(flat), count))
         mixture, draws = mixture_of(self.proposal, flow, flat, keys[0]), self.proposal.draws
         if method is not None:
             draws = Sobol()
             mixture = None if mixture is None else mixture.with_prior(PRIOR_SHARE)
-        weights, control = draw(Level(flow), flat, keys, mixture, draws, places, count)
+        weights, control = draw(Level(flow), flat, keys, mixture, draws, indices, count)
         fine = weights[:, :0]
         if accuracy.errors or method:
             still, finer = constant((flat, keys, mixture)), levels(constant(flow))[1]
-            some = places[:, : checked_paths(count)]
+            some = indices[:, : checked_paths(count)]
             fine, _ = draw(finer, still[0], still[1], still[2], draws, some, count)
         parts = summary(draws, weights, fine, control, corrected=method is not None, xp=jnp)
         estimate = Estimate.of(parts.pop("log_prob"), "paths", **constant(parts))
@@ -474,8 +475,12 @@ def mixtures(proposal: AbstractProposal, points: Points, which: np.ndarray) -> M
     if isinstance(proposal, Prior):
         return None
     flow = points.flow
-    cloud = _cloud(flow, points.key, points.x.dtype) if proposal.wants_cloud else None
+    cloud = forward_draws(points) if proposal.wants_cloud else None
     return points.run(Propose(proposal, flow, cloud), which, ())
+
+
+def forward_draws(points: Points) -> Cloud:
+    return _cloud(points.flow, points.key, points.x.dtype)
 
 
 @partial(jit, level=1)

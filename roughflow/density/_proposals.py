@@ -1,150 +1,22 @@
-"""Random numbers for paths, independent or evenly spread, and the proposals from which paths are drawn: the
-distribution of the driver, or a mixture of normal distributions for each x."""
+"""Proposals, the distributions from which paths are drawn: that of the driver, or a mixture of normal
+distributions for each x."""
 
 import abc
-import functools
 import math
 from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-import scipy
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_count, check_fields, check_instance
+from .._checks import check_fields, check_instance
 from .._linear import UNROLL, log_abs_det, orthonormal, solve
-from ..faq import see
 from ..flow import AbstractStochasticFlow
 from ..sde import MLP, Activation, tanh
+from ._draws import AbstractDraws, Independent, uniform_of
 
 SPARE = 1  # number of additional standard normal numbers per draw, which choose the component
-
-
-def random_bits(key: PRNGKeyArray, places: Array, size: int) -> Array:
-    """32 random bits `(k, size)` for each of the `places` `(k,)`, determined by the key and the place.
-
-    The bits are the data of keys that are folded with a counter. This takes one round of hashing and compiles
-    in a fraction of the time of `jax.random.bits`.
-    """
-    words = jax.random.key_data(key).shape[-1]
-    blocks = -(-size // words)
-    hashed = lambda i: jax.random.key_data(jax.random.fold_in(key, i))
-    counters = places[:, None].astype("uint32") * blocks + jnp.arange(blocks, dtype="uint32")[None]
-    bits = jax.vmap(jax.vmap(hashed))(counters)
-    return jnp.reshape(bits, (len(places), -1))[:, :size]
-
-
-def normal_numbers(key: PRNGKeyArray, places: Array, size: int, dtype: np.dtype) -> Array:
-    """Standard normal numbers `(k, size)` for each of the `places` `(k,)`, determined by the key and the
-    place."""
-    return normal_quantile(random_bits(key, places, size), dtype)
-
-
-def normal_quantile(bits: Array, dtype: np.dtype) -> Array:
-    return jax.scipy.special.ndtri(uniform_numbers(bits, dtype))
-
-
-def uniform_numbers(bits: Array, dtype: np.dtype) -> Array:
-    """Numbers in (0, 1) with as many bits as the type holds, shifted by half a unit so that they are never 0
-    or 1."""
-    kept = min(32, jnp.finfo(dtype).nmant)
-    return ((bits >> (32 - kept)).astype(dtype) + 0.5) / 2.0**kept
-
-
-def uniform_of(normal: Array) -> Array:
-    """The standard normal distribution function with an absolute error comparable to rounding errors. This
-    suffices for comparisons and compiles much faster than a version with accurate tails."""
-    return 0.5 * (1 + jax.lax.erf(normal / 2**0.5))
-
-
-class AbstractDraws(eqx.Module):
-    """How the random numbers of paths are drawn.
-
-    The numbers of a path depend only on a key and on the place of the path in a sequence, so that paths can
-    be drawn in chunks of any size, and more can be added later.
-    """
-
-    @abc.abstractmethod
-    def check(self, num_paths: int) -> None:
-        """Raise an error if the number of paths cannot be divided into the required groups."""
-
-    @abc.abstractmethod
-    def normal(self, key: PRNGKeyArray, places: Array, most: int, size: int, dtype: np.dtype) -> Array:
-        """Standard normal numbers `(k, size)` for the paths at `places` `(k,)`, which are all below
-        `most`."""
-
-    @abc.abstractmethod
-    def terms(self, weights: Any) -> Any:
-        """Independent terms `(R, ...)` whose mean is that of the weights `(K, ...)` of the first K paths."""
-
-
-class Independent(AbstractDraws):
-    """Independent random numbers: plain Monte Carlo.
-
-    ```python
-    import roughflow as rf
-
-    estimator = rf.PullBack(num_paths=1000, proposal=rf.Prior(rf.density.Independent()))
-    ```
-    """
-
-    def check(self, num_paths: int) -> None:
-        del num_paths
-
-    def normal(self, key: PRNGKeyArray, places: Array, most: int, size: int, dtype: np.dtype) -> Array:
-        del most
-        return normal_numbers(key, places, size, dtype)
-
-    def terms(self, weights: Any) -> Any:
-        return weights
-
-
-class Sobol(AbstractDraws):
-    """Randomised quasi-Monte Carlo: a scrambled Sobol' sequence with random digital shifts.
-
-    The paths are divided into `num_replicates` groups, which are independent random shifts of one sequence;
-    the standard error is estimated from the spread of the group means. `num_paths` is `num_replicates` times
-    a power of two.
-
-    ```python
-    import roughflow as rf
-
-    estimator = rf.PullBack(num_paths=1024, proposal=rf.Prior(rf.density.Sobol()))
-    ```
-    """
-
-    num_replicates: int = eqx.field(static=True, default=8)
-
-    def __check_init__(self):
-        if check_count("num_replicates", self.num_replicates) < 2:
-            raise ValueError(
-                "num_replicates must be at least 2, because the standard error is estimated from the spread "
-                "of the replicates"
-            )
-
-    def check(self, num_paths: int) -> None:
-        each, rest = divmod(num_paths, self.num_replicates)
-        if rest or each & (each - 1) or not each:
-            told = f"num_paths must be {self.num_replicates} times a power of two, got {num_paths}"
-            raise ValueError(told + see("numbers-of-paths"))
-
-    def normal(self, key: PRNGKeyArray, places: Array, most: int, size: int, dtype: np.dtype) -> Array:
-        bits = jnp.asarray(_sobol_bits(-(-most // self.num_replicates), size))
-        shift = random_bits(key, places % self.num_replicates, size)
-        return normal_quantile(bits[places // self.num_replicates] ^ shift, dtype)
-
-    def terms(self, weights: Any) -> Any:
-        return weights.reshape(-1, self.num_replicates, *weights.shape[1:]).mean(axis=0)
-
-
-@functools.lru_cache(maxsize=8)
-def _sobol_bits(count: int, size: int) -> np.ndarray:
-    """The first `count` points of a scrambled Sobol' sequence, as 32 bits per coordinate."""
-    power = max(count - 1, 0).bit_length()
-    points = scipy.stats.qmc.Sobol(size, scramble=True, rng=np.random.default_rng(0)).random_base2(power)
-    return (points * 2.0**32).astype(np.uint32)
 
 
 class Mixture(eqx.Module):
