@@ -1,4 +1,4 @@
-"""Two bundles of paths to one point, and the estimate of the density.
+"""Two bundles of paths to one point, and estimates of the density there.
 
 The SDE is dZ₁ = dB₁, dZ₂ = 3Z₁² dt + 0.3 dB₂, started near the origin. To end at (0, 3), the first coordinate
 must move far to the left or far to the right and come back: these are two bundles of paths, of equal weight.
@@ -28,7 +28,7 @@ def flow():
 
 
 def paths_to(model, x, *, key, draws=2**17, count=60):
-    """Z₁ along the simulated paths that end nearest to x, `(times, count)`."""
+    """Return the times, and Z₁ along the `count` simulated paths that end nearest to x, `(times, count)`."""
     times = np.linspace(0.02, 1, 60)
     key_start, key_path = jax.random.split(key)
     start = model.base.sample(key=key_start, shape=(draws,))
@@ -41,7 +41,7 @@ def paths_to(model, x, *, key, draws=2**17, count=60):
 
 
 def truth(high, functions=6, draws=200_000, seed=0):
-    """log p(0, high): given Z₁, which is a bridge that ends at 0, Z₂ is normal."""
+    """Return log p(0, high), averaged over draws of Z₁: given Z₁, a bridge that ends at 0, Z₂ is normal."""
     rng = np.random.default_rng(seed)
     t = (np.arange(200) + 0.5) / 200
     # The condition Z₁(1) = Z₁(0) + B₁(1) = 0 determines B₁(1) and makes the distribution of Z₁(0) a little

@@ -1,11 +1,11 @@
-"""Convergence of the conditional density as the Brownian path is resolved, along coupled paths.
+"""Convergence of the density given a path as the path is resolved more finely.
 
 One fine Brownian path is projected onto n functions of a driver. By the theorem of Hodgkinson et al. (2020),
-log p_t(x | path) and its gradient in the parameters then converge as n grows, uniformly in t. Between grid
-points, the projection differs from the path by O(n^(-1/2)), so this is the rate of the largest error over t.
-At the end time, where every projection is exact, the error decreases faster if the noise is commutative;
-otherwise the projection also lacks Lévy areas. The SDE is understood in the Stratonovich sense, as for every
-limit of smooth paths. Run with `make figures`.
+log p_t(x | path) and its gradient with respect to the parameters then converge as n grows, uniformly in t.
+Between grid points, the projection differs from the path by O(n^(-1/2)), so this is the rate of the largest
+error over t. At the end time, where every projection is exact, the error decreases faster if the noise is
+commutative; otherwise the projection also lacks Lévy areas. The SDE is understood in the Stratonovich sense,
+as for every limit of smooth paths. Run with `make figures`.
 """
 
 from pathlib import Path
@@ -40,8 +40,8 @@ class Drift(eqx.Module):
 
 
 class Diffusion(eqx.Module):
-    """Each noise component moves its own coordinate, so the noise is commutative; with `twist`, it also moves
-    the other coordinate."""
+    """Each noise component acts on its own coordinate, so the noise is commutative. If `twist` is not zero,
+    it also acts on the other coordinate."""
 
     parameters: Array
     twist: Array
@@ -56,7 +56,7 @@ class Diffusion(eqx.Module):
 
 @eqx.filter_jit
 def value_and_gradient(twist: Array, paths: rf.driver.Path) -> tuple[Array, Array]:
-    """log p_t(x | path) `(..., times)` and its gradient `(..., times, parameters)`."""
+    """Return log p_t(x | path), `(..., times)`, and its gradient, `(..., times, parameters)`."""
     # The new axis is for the times; one sample of the batch stops at each time.
     paths = rf.driver.Path(paths.driver, paths.coefficients[..., None, :, :], HORIZON)
 
@@ -72,9 +72,10 @@ def value_and_gradient(twist: Array, paths: rf.driver.Path) -> tuple[Array, Arra
 
 
 def projections(driver: type, sizes: tuple[int, ...], fine: rf.driver.Path) -> rf.driver.Path:
-    """The fine paths projected onto each number of functions, coefficients `(sizes, paths, n, m)`.
+    """Project the fine paths onto each number of functions; the coefficients are `(sizes, paths, n, m)`.
 
-    All are expressed in the largest family, which contains the smaller ones, so that one solve suffices.
+    All projections are expressed in the largest family, which contains the smaller ones, so one solve
+    suffices.
     """
     largest = driver(max(sizes))
     paths = [largest.project(driver(n).project(fine)) for n in sizes]
@@ -82,7 +83,7 @@ def projections(driver: type, sizes: tuple[int, ...], fine: rf.driver.Path) -> r
 
 
 def errors(twist: float, sizes: tuple[int, ...], num_paths: int, resolution: int) -> dict:
-    """{driver: (errors of log p, errors of its gradient)}, each `(sizes, paths, times)`."""
+    """Return {driver: (errors of log p, errors of its gradient)}, each `(sizes, paths, times)`."""
     fine = rf.PiecewiseLinear(resolution).sample(
         key=jax.random.key(0), noise_dimension=2, shape=(num_paths,), t1=HORIZON
     )
@@ -98,8 +99,8 @@ def errors(twist: float, sizes: tuple[int, ...], num_paths: int, resolution: int
 
 
 def medians(error: np.ndarray) -> dict[str, np.ndarray]:
-    """For each size, the medians over paths of the largest error over time and of the error at the last
-    time."""
+    """Return, for each size, the medians over paths of the largest error over time and of the error at the
+    last time."""
     return {"sup over t": np.median(error.max(axis=-1), axis=-1), "at T": np.median(error[..., -1], axis=-1)}
 
 
@@ -109,12 +110,12 @@ def slope(sizes: tuple[int, ...], error: np.ndarray) -> float:
 
 def draw(results: dict) -> None:
     figure, grid = plt.subplots(2, 2, figsize=(9, 7), sharex=True, sharey="row", layout="constrained")
-    look = {"Karhunen-Loève": ("#0072b2", "o"), "piecewise linear": ("#d55e00", "s")}
+    styles = {"Karhunen-Loève": ("#0072b2", "o"), "piecewise linear": ("#d55e00", "s")}
     for column, (noise, found) in zip(grid.T, results.items(), strict=True):
         column[0].set_title(noise)
         for row, axes in enumerate(column):
             for name, pair in found.items():
-                color, marker = look[name]
+                color, marker = styles[name]
                 for (when, error), line in zip(medians(pair[row]).items(), ("-", "--"), strict=True):
                     axes.loglog(SIZES, error, line, color=color, marker=marker, label=f"{name}, {when}")
             largest, last = medians(found["piecewise linear"][row]).values()

@@ -33,8 +33,8 @@ def main() -> None:
     jittered = test + np.random.default_rng(1).uniform(-0.5, 0.5, test.shape)
     score = np.asarray(fitted.model.log_prob(jittered, key=keys[1]))
     # The 17 grey levels are scaled to [0, 1), each with a width of 1/17.
-    told = f"{score.mean() + 64 * np.log(17):.1f} ± {score.std() / TEST**0.5:.1f}"
-    print(f"log-likelihood of {TEST} test digits: {told} nats per digit, for grey levels in [0, 1)")
+    score_text = f"{score.mean() + 64 * np.log(17):.1f} ± {score.std() / TEST**0.5:.1f}"
+    print(f"log-likelihood of {TEST} test digits: {score_text} nats per digit, for grey levels in [0, 1)")
     drawn = np.asarray(fitted.model.sample(key=keys[2], shape=(ROWS * COLUMNS,)))
     figure, axes = plt.subplots(1, 2, figsize=(9.6, 2.2), layout="constrained", gridspec_kw={"wspace": 0.08})
     for ax, images, title in zip(axes, (test, drawn), ("digits", "samples of the flow"), strict=True):
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def sheet(images: np.ndarray) -> np.ndarray:
-    """Pictures side by side, with a white line between them."""
+    """Arrange the pictures in one image, with white lines between them."""
     squares = np.reshape(images[: ROWS * COLUMNS], (ROWS, COLUMNS, 8, 8))
     padded = np.pad(squares, ((0, 0), (0, 0), (0, 1), (0, 1)))
     return np.reshape(padded.transpose(0, 2, 1, 3), (ROWS * 9, COLUMNS * 9))[:-1, :-1]

@@ -37,7 +37,7 @@ def eight_schools(y, sigma):
 
 
 def kidscore_interaction(kid_score, mom_hs, mom_iq, **_):
-    """Test scores of children by their mothers' schooling and IQ (Gelman & Hill 2007)."""
+    """Test scores of children given their mothers' schooling and IQ (Gelman & Hill 2007)."""
     beta: Any = numpyro.sample("beta", dist.ImproperUniform(dist.constraints.real_vector, (), (4,)))
     sigma: Any = numpyro.sample("sigma", dist.HalfCauchy(2.5))
     mean = beta[0] + beta[1] * mom_hs + beta[2] * mom_iq + beta[3] * mom_hs * mom_iq
@@ -57,7 +57,7 @@ MODELS = {"eight_schools": eight_schools, "kidscore_interaction": kidscore_inter
 
 
 def posterior(target: ModelTarget, *, key) -> rf.mcmc.Chain:
-    """MALA chains after a warm-up."""
+    """Return MALA chains, run after a warm-up."""
     keys = jax.random.split(key, 3)
     start = target.start + 0.1 * jax.random.normal(keys[0], (CHAINS, target.dimension))
     sampler, z = rf.warm_up(target, start, key=keys[1], num_steps=4000)
@@ -70,10 +70,10 @@ def posterior(target: ModelTarget, *, key) -> rf.mcmc.Chain:
 
 
 def evidence(target: ModelTarget, chain: rf.mcmc.Chain, *, key) -> rf.train.EvidenceBound:
-    """A bound on the log evidence, from an SDE that leaves the posterior invariant and starts from the normal
-    distribution with the mean and covariance of the chains."""
-    places = jnp.reshape(chain.samples, (-1, target.dimension))
-    centre, root = jnp.mean(places, axis=0), jnp.linalg.cholesky(jnp.cov(places.T))
+    """Return a lower bound on the log evidence, from an SDE that leaves the posterior invariant and starts
+    from the normal distribution with the mean and covariance of the chains."""
+    draws = jnp.reshape(chain.samples, (-1, target.dimension))
+    centre, root = jnp.mean(draws, axis=0), jnp.linalg.cholesky(jnp.cov(draws.T))
     volume = jnp.sum(jnp.log(jnp.diagonal(root)))
     white = lambda u: target(centre + root @ u) + volume
     sde = rf.overdamped_langevin(white, target.dimension)

@@ -2,8 +2,9 @@
 
 Fine paths of Brownian motion, and of fractional Brownian motion with H = 0.4, are projected onto n functions
 of each driver. The figure shows how the rough-path distance to the fine path and the errors of the end point,
-of log p(x | path) and of its gradient in the parameters decrease with n. All values are medians over paths.
-The noise of the SDE is not commutative, so the areas of a path matter. Run with `python examples/rough.py`.
+of log p(x | path) and of its gradient with respect to the parameters decrease with n. All values are medians
+over paths. The noise of the SDE is not commutative, so the areas of a path matter. Run with
+`python examples/rough.py`.
 """
 
 from pathlib import Path
@@ -67,11 +68,11 @@ def sde_of(parameters: Array) -> rf.StratonovichSDE:
 
 
 @eqx.filter_jit
-def look(path: rf.driver.Path) -> dict[str, Array]:
-    """The solution at the end, log p(x | path) and its gradient, for each path."""
+def quantities(path: rf.driver.Path) -> dict[str, Array]:
+    """Return the solution at the end, log p(x | path) and its gradient, for each path."""
     point = jnp.array([0.6, -0.4])
 
-    def of(parameters: Array) -> tuple[Array, tuple[Array, Array]]:
+    def log_prob_and_end(parameters: Array) -> tuple[Array, tuple[Array, Array]]:
         flow = rf.StochasticFlow(
             sde_of(parameters),
             rf.Normal(jnp.zeros(2)),
@@ -81,20 +82,20 @@ def look(path: rf.driver.Path) -> dict[str, Array]:
         log_prob = flow.log_prob_given_path(point, path)
         return log_prob, (log_prob, flow.push_forward(point, path)[0])
 
-    gradient, (log_prob, end) = jax.jacfwd(of, has_aux=True)(jnp.asarray(PARAMETERS))
+    gradient, (log_prob, end) = jax.jacfwd(log_prob_and_end, has_aux=True)(jnp.asarray(PARAMETERS))
     return {"solution": end, "density": log_prob[:, None], "gradient": gradient}
 
 
 def errors(name: str) -> dict[str, np.ndarray]:
-    """The median error of each quantity over paths, for each n."""
+    """Return the median over paths of the error of each quantity, for each n."""
     make, fine, _, _ = FAMILIES[name]
     path = fine.sample(key=jax.random.key(0), noise_dimension=2, shape=(PATHS,))
-    rough, truth = rf.rough.lift(path, GRID), look(path)
+    rough, truth = rf.rough.lift(path, GRID), quantities(path)
     found = {kind: [] for kind in TITLES}
     for n in SIZES:
-        near = make(n).project(path, resolution=FINE)
-        found["distance"].append(np.median(rf.rough.lift(near, GRID).distance(rough, ALPHA)))
-        for kind, value in look(near).items():
+        approximation = make(n).project(path, resolution=FINE)
+        found["distance"].append(np.median(rf.rough.lift(approximation, GRID).distance(rough, ALPHA)))
+        for kind, value in quantities(approximation).items():
             found[kind].append(np.median(np.linalg.norm(value - truth[kind], axis=-1)))
     return {kind: np.array(values) for kind, values in found.items()}
 

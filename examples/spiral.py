@@ -40,7 +40,7 @@ def centres(edges):
 
 
 def density_on_grid(flow, *, key):
-    """p(x) ≈ mean over paths of p(x | path), with the paths in chunks to bound memory."""
+    """Return p(x) as the mean over paths of p(x | path); paths are drawn in chunks to limit memory."""
     x, y = centres(X_EDGES), centres(Y_EDGES)
     points = jnp.stack(jnp.meshgrid(x, y, indexing="ij"), axis=-1)[..., None, :]
     total = jnp.full((x.size, y.size), -jnp.inf)
@@ -52,7 +52,7 @@ def density_on_grid(flow, *, key):
 
 
 def disagreement(samples, density):
-    """The total variation distance between binned samples and the density, and the same for exact samples."""
+    """Return the total variation distances of the binned samples and of exact samples from the density."""
     counts, _, _ = np.histogram2d(*np.asarray(samples).T, bins=(X_EDGES[::BLOCK], Y_EDGES[::BLOCK]))
     rows, columns = counts.shape
     expected = density.reshape(rows, BLOCK, columns, BLOCK).sum(axis=(1, 3)) * CELL**2 * len(samples)

@@ -17,13 +17,13 @@ FIGURE = Path(__file__).parents[1] / "figures" / "tbill.png"
 MODELS = {  # class, initial parameters, and coordinates
     "Vasicek": (rf.OrnsteinUhlenbeck, (0.3, 0.05, 0.02), None),
     "Cox, Ingersoll and Ross": (rf.CoxIngersollRoss, (0.3, 0.05, 0.07), None),
-    # Its default is the logarithm, in which rates of 0.1 % are outliers.
+    # The default coordinate of CKLS is the logarithm, in which rates of 0.1 % are outliers.
     "CKLS": (rf.CKLS, (0.3, 0.05, 0.3, 0.7), rf.transition.Root()),
 }
 
 
 def series():
-    """Years and rates."""
+    """Return the years and the rates."""
     try:
         from statsmodels.datasets import macrodata  # pyright: ignore[reportMissingImports]
     except ImportError:

@@ -1,4 +1,4 @@
-"""Is volatility rough? Two daily series of US shares as fractional Ornstein–Uhlenbeck processes.
+"""Is volatility rough? Fractional Ornstein–Uhlenbeck processes fitted to two daily series of US shares.
 
 The first series is the volatility index VIX, 2014 to 2018, which is implied by option prices. The second is
 the logarithm of the daily range of the S&P 500, from low to high. It measures volatility with a large error,
@@ -15,7 +15,7 @@ import roughflow as rf
 
 
 def series():
-    """The logarithm of volatility, by name."""
+    """Return the logarithm of volatility for each series, by name."""
     try:
         from arch.data import sp500, vix  # pyright: ignore[reportMissingImports]
     except ImportError:

@@ -123,8 +123,8 @@ def __dir__() -> list[str]:
 
 @_functools.cache
 def _places() -> dict[str, str]:
-    """The module of each public name, including the names of the stages. The file `_public` is parsed, not
-    imported."""
+    """The module that defines each public name; the name of a stage maps to the stage itself. The file
+    `_public` is parsed, not imported."""
     text = _pkgutil.get_data(__name__, "_public.py")
     assert text is not None
     imports = [node for node in _ast.parse(text).body if isinstance(node, _ast.ImportFrom)]

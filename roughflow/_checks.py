@@ -1,4 +1,4 @@
-"""Checks of arguments. Each raises a one-line message with the name of the argument and the given value."""
+"""Checks of arguments. Each raises an error whose one-line message names the argument and shows its value."""
 
 import collections.abc
 import dataclasses
@@ -37,13 +37,13 @@ class OutOfStepsError(RuntimeError):
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a value is traced, as inside a `jit`, `grad` or `vmap`."""
+    """Whether a value is a JAX tracer, as inside `jit`, `grad` or `vmap`."""
     return isinstance(value, Tracer)
 
 
 def warn(message: str) -> None:
-    """Warn at the line of the user's program that called the library. In a scikit-learn search over many
-    fits, messages that differ only in their numbers are shown once."""
+    """Issue a warning that points to the line of the user's program that called the library. During a
+    scikit-learn search over many fits, warnings that differ only in numbers are shown once."""
     frame, level, searching = sys._getframe(1), 2, False
     while frame.f_back is not None and (name := frame.f_globals.get("__name__", "")).startswith(INTERNAL):
         searching |= name.startswith("sklearn.model_selection")
@@ -71,7 +71,7 @@ def check_key(key: Any, *, many: bool = False) -> PRNGKeyArray:
 
 
 def shown(value: Any) -> str:
-    """A value for a message: short, on one line."""
+    """A short description of a value for an error message, on one line."""
     if isinstance(value, type):
         return f"the class {value.__name__}: give an instance of it"
     if isinstance(value, jax.Array | np.ndarray) and value.size > 4:
@@ -89,7 +89,7 @@ def is_whole(value: Any) -> bool:
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return `value` if it is a whole number of at least `least`, else raise `ValueError`."""
+    """Return `value` as an `int`; raise a `ValueError` unless it is an integer and not less than `least`."""
     if not is_whole(value) or value < least:
         wanted = {0: "a non-negative whole number", 1: "a positive whole number"}.get(least)
         raise ValueError(
@@ -107,7 +107,7 @@ def check_number(
     below: float = math.inf,
     most: float = math.inf,
 ) -> None:
-    """Refuse anything but a finite real number within the bounds. Traced values are accepted."""
+    """Raise a `ValueError` unless the value is a finite real number within the bounds. Traced values pass."""
     if is_traced(value):
         return
     number = np.asarray(value) if not isinstance(value, str | bytes) else np.asarray(None)
@@ -125,7 +125,7 @@ def check_number(
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Refuse numbers or arrays that are not finite and positive. Traced values are accepted."""
+    """Raise a `ValueError` unless all entries are finite and positive. Traced values pass."""
     if is_traced(value):
         return
     array = np.asarray(value)
@@ -139,13 +139,13 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_callable(name: str, value: Any, call: str) -> None:
-    """Refuse a value that is not a function; `call` describes how it will be called."""
+    """Raise a `TypeError` unless the value is a function; `call` describes how it will be called."""
     if not callable(value) or isinstance(value, type):
         raise TypeError(f"{name} must be a function {call}, got {shown(value)}")
 
 
 def check_instance(name: str, value: Any, kind: Any, wanted: str) -> None:
-    """Refuse a value that is not an instance of `kind`; `wanted` describes the expected value."""
+    """Raise a `TypeError` unless the value is an instance of `kind`, which `wanted` describes."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {wanted}, got {shown(value)}")
 
@@ -157,9 +157,9 @@ Result = typing.TypeVar("Result")
 def grouped_arguments(
     **options: type,
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """A decorator for functions with arguments that are dataclasses of options; `options` gives the dataclass
-    of each. If a field of such a dataclass is passed as a separate argument, a `TypeError` says where it
-    belongs."""
+    """A decorator for functions that take groups of options as dataclasses; `options` maps the name of each
+    such argument to its dataclass. Passing a field of a dataclass as a separate argument raises a `TypeError`
+    that says where the field belongs."""
     public_name = lambda kind: f"rf.{kind.__module__.split('.')[1]}.{kind.__name__}"
     places = {}
     for argument, kind in options.items():
@@ -195,7 +195,7 @@ def check_path(name: str, value: Any) -> Path:
 
 
 def check_input_file(path: str | os.PathLike) -> None:
-    """Refuse a path that cannot be read: a folder, a device, a pipe, or a missing file."""
+    """Raise an error unless the path is an existing file, not a folder, a device or a pipe."""
     if os.path.isdir(path):
         raise ValueError(f"{path} is a folder, not a file")
     if not os.path.exists(path):
@@ -205,8 +205,8 @@ def check_input_file(path: str | os.PathLike) -> None:
 
 
 def check_fields(module: eqx.Module) -> None:
-    """Refuse a module of the library with a field of the wrong type. Fields of users' classes are not
-    checked."""
+    """Raise a `TypeError` if a field of a module has the wrong type. Only classes of the library are checked,
+    not those of users."""
     cls = type(module)
     if not cls.__module__.startswith("roughflow."):
         return
@@ -217,7 +217,7 @@ def check_fields(module: eqx.Module) -> None:
 
 
 def _wanted(kind: Any) -> str:
-    """The description of a type for messages."""
+    """A description of a type for error messages."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(_wanted(one) for one in typing.get_args(kind)))
     if collections.abc.Callable in (kind, typing.get_origin(kind)):
@@ -232,8 +232,8 @@ def _wanted(kind: Any) -> str:
 
 
 def _fits(value: Any, kind: Any, *, static: bool) -> bool:
-    """Whether a value has a type. Numbers and arrays are interchangeable, but an array is refused for a
-    static field. Types that are not known here match everything."""
+    """Whether a value is of the given type. Numbers and arrays are interchangeable, except that the value of
+    a static field cannot be an array. A type that is not handled here matches every value."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, one, static=static) for one in arguments)
@@ -266,27 +266,27 @@ def _is_numeric(value: Any) -> bool:
     )
 
 
-def as_shape(shape: Any, numbers: int = 1) -> tuple[int, ...]:
-    """A shape as a tuple; a whole number is a shape with one axis. A shape is refused if an array with
-    `numbers` numbers per entry would not fit in memory."""
+def as_shape(shape: Any, floats_per_entry: int = 1) -> tuple[int, ...]:
+    """Return a shape as a tuple; an integer stands for a shape with one axis. Raise a `ValueError` if an
+    array of this shape, with `floats_per_entry` floats per entry, would not fit in memory."""
     axes = (shape,) if is_whole(shape) else shape
     if not isinstance(axes, tuple | list) or not all(is_whole(n) and n >= 0 for n in axes):
         raise ValueError(f"shape must be a tuple of non-negative whole numbers, got {shown(shape)}")
-    check_memory(f"shape {tuple(axes)}", math.prod(axes) * numbers)
+    check_memory(f"shape {tuple(axes)}", math.prod(axes) * floats_per_entry)
     return tuple(int(n) for n in axes)
 
 
-def check_memory(what: str, numbers: int) -> None:
-    """Refuse a request for more memory than is available, which would make XLA end the process."""
-    need = numbers * jax.dtypes.canonicalize_dtype(float).itemsize
+def check_memory(what: str, num_floats: int) -> None:
+    """Raise a `ValueError` if `num_floats` floats do not fit in memory: XLA would terminate the process."""
+    need = num_floats * jax.dtypes.canonicalize_dtype(float).itemsize
     if need > 2**28 and need > (have := _memory()):
         raise ValueError(
-            f"{what} takes {need / 2**30:,.0f} GiB of memory, but {have / 2**30:,.0f} are available"
+            f"{what} needs {need / 2**30:,.0f} GiB of memory, but only {have / 2**30:,.0f} GiB are available"
         )
 
 
 def _memory() -> int:
-    """Bytes available to arrays on JAX's default device."""
+    """The number of bytes available to arrays on JAX's default device."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
@@ -294,8 +294,8 @@ def _memory() -> int:
 
 
 def as_real(name: str, value: Any) -> Any:
-    """An array of real numbers, from JAX or NumPy, in its own precision; traced values are unchanged. Complex
-    numbers, strings, masked values and ragged rows are refused."""
+    """Return a value as an array of real numbers, without changing its precision; JAX arrays and tracers are
+    returned unchanged. Complex numbers, strings, masked values and ragged rows raise an error."""
     if isinstance(value, jax.Array):
         if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool):
             raise TypeError(f"{name} must be real numbers, got {value.dtype}")
@@ -318,19 +318,19 @@ def as_real(name: str, value: Any) -> Any:
 
 
 def check_vector(name: str, value: Any, dimension: int) -> None:
-    """Refuse an array whose last axis does not have length `dimension`."""
+    """Raise a `ValueError` unless the last axis of an array has length `dimension`."""
     shape = jnp.shape(value)
     if not shape or shape[-1] != dimension:
-        warning = f"{name} must have shape (..., {dimension}) to match the base distribution, got {shape}"
-        raise ValueError(warning + see("shapes"))
+        message = f"{name} must have shape (..., {dimension}) to match the base distribution, got {shape}"
+        raise ValueError(message + see("shapes"))
 
 
 def check_finite(name: str, value: Any) -> None:
-    """Refuse NaN and infinity; the message gives the first row that contains them. Traced values are
-    accepted."""
+    """Raise a `ValueError` if an entry is NaN or infinite; the message gives the index of the first row with
+    such an entry. Traced values pass."""
     if is_traced(value):
         return
-    # NumPy is used, because inside a jit jnp would trace even a concrete value.
+    # NumPy is used, because jax.numpy would trace even a concrete value inside a jit.
     rows = np.atleast_2d(np.isfinite(np.asarray(value)).all(axis=-1))
     if rows.all():
         return
@@ -339,7 +339,8 @@ def check_finite(name: str, value: Any) -> None:
 
 
 def finite_array(name: str, value: Any) -> Array:
-    """A JAX array of finite real numbers, in the default precision."""
+    """Return a value as a JAX array in the default precision; raise an error unless all entries are finite
+    and real."""
     array = as_real(name, value)
     if not is_traced(array) and not np.isfinite(np.asarray(array)).all():
         raise ValueError(f"{name} must be finite, got {shown(value)}")

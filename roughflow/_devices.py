@@ -1,4 +1,4 @@
-"""Distribution of a batch over the devices of one or several processes."""
+"""Splitting a batch between the devices of one or several processes."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +19,8 @@ from jaxtyping import Array
 from ._checks import check_count, shown
 from .faq import see
 
-# Words in error messages of collective operations and of the coordination service if a process does not
-# answer.
+# Words in the error messages that collective operations and the coordination service raise if a process does
+# not respond.
 COLLECTIVE_ERRORS = ("Gloo", "NCCL", "coordination", "heartbeat", "Connection", "Socket closed")
 DevicesLike = int | Sequence[jax.Device] | Mesh | None
 # The devices of the current trace, and the arrays with respect to which it differentiates.
@@ -41,15 +41,15 @@ def check_backend() -> None:
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of a run. Rows of a batch are split between the devices of a mesh, and everything else is
-    replicated. Without a mesh no array is moved."""
+    """The devices that a run uses. The rows of a batch are split between the devices of a mesh; everything
+    else is replicated. Without a mesh, no array is moved."""
 
     mesh: Mesh | None = None
 
     @staticmethod
     def of(devices: DevicesLike) -> "Devices":
-        """Devices from a number per process, a list, or a mesh; by default JAX's default device, or all
-        devices if there are several processes."""
+        """Construct `Devices` from a number of devices per process, a list of devices, or a mesh. The default
+        is JAX's default device, or all devices if there are several processes."""
         if isinstance(devices, Mesh):
             # `jax.make_mesh` is not used, because its mesh may require explicit sharding of every result.
             return Devices(Mesh(devices.devices, devices.axis_names))
@@ -60,7 +60,8 @@ class Devices:
         elif isinstance(devices, Sequence):
             chosen = list(devices)
             if not chosen or not all(isinstance(device, jax.Device) for device in chosen):
-                raise ValueError(f"devices must be a number, JAX devices or a mesh, got {shown(devices)}")
+                wanted = "a number, a list of JAX devices or a mesh"
+                raise ValueError(f"devices must be {wanted}, got {shown(devices)}")
         else:
             chosen = _first(check_count("devices", devices))
         if {device.process_index for device in chosen} != set(range(jax.process_count())):
@@ -76,8 +77,8 @@ class Devices:
         return jax.tree.map(lambda leaf: self._placed(leaf, PartitionSpec()), tree)
 
     def put_rows(self, rows: np.ndarray, axis: int) -> Any:
-        """Split the rows of an array between devices, if their number is a multiple of the number of
-        devices."""
+        """Split the rows of an array between the devices; if their number is not a multiple of the number of
+        devices, replicate the array."""
         if self.mesh is None:
             return jnp.asarray(rows)
         even = rows.shape[axis] % self.mesh.size == 0
@@ -85,13 +86,13 @@ class Devices:
         return self._placed(rows, spec)
 
     def split(self, batch: Any) -> Any:
-        """Split rows among the devices, inside a compiled function; XLA pads uneven parts."""
+        """Split rows between the devices, inside a compiled function; XLA pads uneven parts."""
         return self._constrained(batch, () if self.mesh is None else (self.mesh.axis_names,))
 
     @contextmanager
     def at_work(self, trained: Any = ()) -> Iterator[None]:
-        """Inside a jit: set the devices that `by_rows` uses, and the arrays `trained` with respect to which
-        it differentiates."""
+        """A context, for use inside `jit`, that sets the devices for `by_rows` and the arrays `trained` with
+        respect to which its result is differentiated."""
         before = _AT_WORK.set((self.mesh, jax.tree.leaves(trained)))
         try:
             yield
@@ -103,7 +104,7 @@ class Devices:
         return self._constrained(tree, ())
 
     def back(self, tree: Any) -> Any:
-        """A replicated pytree, converted to ordinary arrays on one device."""
+        """Convert a replicated pytree to ordinary arrays on one device."""
         if self.mesh is None:
             return tree
         plain = lambda leaf: jnp.asarray(np.asarray(leaf)) if isinstance(leaf, jax.Array) else leaf
@@ -111,12 +112,12 @@ class Devices:
 
     @property
     def own(self) -> list[Any]:
-        """The devices of this process; empty without a mesh."""
+        """The devices of the mesh that belong to this process; empty without a mesh."""
         return [] if self.mesh is None else list(self.mesh.local_devices)
 
     def all_reduce_min(self, numbers: Sequence[int]) -> list[int]:
-        """The minimum of each number over all processes, for example of clock times and key presses, which
-        differ between processes."""
+        """The minimum of each number over all processes, for values that differ between processes, such as
+        clock times and key presses."""
         if not self.several:
             return list(numbers)
         return np.min(multihost_utils.process_allgather(np.array(numbers)), axis=0).tolist()
@@ -138,7 +139,7 @@ class Devices:
             return leaf
         values = np.asarray(leaf)
         values = values.astype(jax.dtypes.canonicalize_dtype(values.dtype))
-        # Each process has its own part of the rows, so no data are sent.
+        # Each process takes its own part of the rows, so no data are sent.
         return jax.make_array_from_callback(values.shape, sharding, lambda place: values[place])
 
     def _constrained(self, tree: Any, axes: tuple[Any, ...]) -> Any:
@@ -150,8 +151,8 @@ class Devices:
 
 
 def by_rows(function: Callable[..., Any], shared: Any, *rows: Array) -> Any:
-    """The result of `function(shared, *rows)`, each entry of which depends on one row. Each device computes
-    its own rows if the number of rows is a multiple of the number of devices.
+    """Return `function(shared, *rows)`, where each entry of the result depends on one row only. If the number
+    of rows is a multiple of the number of devices, each device computes its own rows.
 
     Without this function, XLA would sum derivatives with respect to `shared` over devices in every step of a
     loop, array by array. Here they are summed once at the end, in one message between processes.
@@ -177,7 +178,7 @@ def by_rows(function: Callable[..., Any], shared: Any, *rows: Array) -> Any:
 
 
 def _each(function: Callable[..., Any], mesh: Mesh, ins: Any, out: Any) -> Callable[..., Any]:
-    """`jax.shard_map`, by the name and with the option of the installed version of JAX."""
+    """Call `jax.shard_map` under the name and with the option that the installed version of JAX uses."""
     if hasattr(jax, "shard_map"):
         return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=out, check_vma=False)
     from jax.experimental.shard_map import shard_map
@@ -206,7 +207,8 @@ def is_leader() -> bool:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """A context for work in which all processes take part: if one of them ends, the others raise an error."""
+    """A context for computations in which all processes take part: if one of them ends, the others raise an
+    error."""
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         _take_turns()
     try:

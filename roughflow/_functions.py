@@ -1,9 +1,10 @@
-"""A user's function as data: the sequence of its operations, and the numbers in it.
+"""Users' functions represented as data: a sequence of operations, and the numerical constants in them.
 
 A function that is defined again, in a loop over a parameter or in a notebook cell that runs twice, is a new
-object for JAX, which would recompile every program that calls it. Yet its operations are the same, and only
-the numbers in it differ. `Opened` holds the operations as static data, compared by structure, and the numbers
-as arrays. A program is compiled for the operations and takes the numbers as arguments.
+object for JAX, which would recompile every program that calls it. Yet its operations are the same; only the
+numerical constants differ. `Opened` holds the operations as static data, compared by structure, and the
+constants as arrays (`numbers`). A program is compiled for the operations and takes the constants as
+arguments.
 """
 
 import dataclasses
@@ -25,21 +26,22 @@ from jaxtyping import Array
 
 from ._checks import is_traced
 
-# Functions of these packages are not opened; they are compared by identity.
+# Functions of these packages are not converted to `Opened`; they are compared by identity.
 LIBRARIES = frozenset(
     """
     blackjax diffrax equinox jax jaxlib jaxtyping lineax numpy numpyro optax optimistix roughflow scipy
     """.split()  # noqa: SIM905
 )
-# Operations that call other programs and are inlined, by their names in different versions of JAX.
+# Names of operations that call other programs, which are inlined; the names depend on the version of JAX.
 INLINED = frozenset({"closed_call", "core_call", "jit", "pjit"})
 CUSTOM_RULES = {"custom_jvp_call": jax.jvp, "custom_vjp_call": jax.vjp, "custom_vjp_call_jaxpr": jax.vjp}
-# Types of values that cannot change while a function refers to them.
+# Immutable types: a function that refers to a value of such a type will always see the same value.
 FIXED = (bool, bytes, complex, float, int, np.generic, str, type, types.ModuleType, types.NoneType)
 
 
 class Signature(NamedTuple):
-    """The shapes and types of the arguments of a traced function, and other dependencies of the trace."""
+    """The properties that a trace depends on: structure, shapes and dtypes of the arguments, and settings of
+    JAX."""
 
     structure: Any
     types: tuple[tuple[tuple[int, ...], Any, bool], ...]  # shape, dtype, and whether the dtype is weak
@@ -47,10 +49,10 @@ class Signature(NamedTuple):
 
 
 class MissingSignature(BaseException):
-    """An opened function was called with arguments that it has not been traced for.
+    """An `Opened` function was called with arguments for which it has not been traced.
 
-    The signature is None for arguments that are not arrays. The class is not derived from `Exception`, so
-    that code that handles exceptions of a user's function does not catch it.
+    The signature is None if an argument is neither a number nor an array. The class does not derive from
+    `Exception`, so that code that handles exceptions of a user's function does not catch it.
     """
 
     def __init__(self, name: Any, signature: Signature | None):
@@ -60,7 +62,8 @@ class MissingSignature(BaseException):
 
 
 class Opened(eqx.Module):
-    """A function, represented by its operations and its numbers, for arguments of given shapes and types."""
+    """A function, represented by its operations and its numerical constants, for arguments of given shapes
+    and dtypes."""
 
     numbers: tuple[tuple[Array, ...], ...]
     traces: tuple["Trace", ...] = eqx.field(static=True)
@@ -78,14 +81,14 @@ class Opened(eqx.Module):
 
 
 class Operation(NamedTuple):
-    """One primitive of a trace. An input is the index of an earlier value, ("number", i) or ("literal",
-    x)."""
+    """One operation of a trace. Each input is the index of an earlier value, ("number", i) for the i-th
+    numerical constant, or ("literal", x)."""
 
     equation: Any  # a JaxprEqn
     inputs: Sequence[Any]
 
     def read(self, values: Sequence[Any], numbers: Sequence[Any]) -> list[Any]:
-        """The values of the inputs."""
+        """Look up the values of the inputs."""
         kinds = {"number": lambda i: numbers[i], "literal": lambda atom: atom.val}
         return [
             values[place] if isinstance(place, int) else kinds[place[0]](place[1]) for place in self.inputs
@@ -124,15 +127,15 @@ _traces: weakref.WeakValueDictionary[Any, Trace] = weakref.WeakValueDictionary()
 _opened: weakref.WeakKeyDictionary[Any, tuple[Any, dict]] = weakref.WeakKeyDictionary()
 
 
-# Functions and their traces inside the context `fixed_functions`; None outside.
+# The functions traced inside the context `fixed_functions`, with their traces; None outside the context.
 _session: ContextVar[dict[int, tuple[Any, dict]] | None] = ContextVar("session", default=None)
 
 
 @contextmanager
 def fixed_functions() -> Iterator[None]:
     """A context in which each function of the user is traced only once, for a computation that calls many
-    programs. Otherwise a function is traced for every call, which takes milliseconds, because its closure
-    cannot always be compared."""
+    programs. Outside the context, a function whose closure cannot be compared is traced again at every call,
+    which takes milliseconds."""
     token = _session.set({} if _session.get() is None else _session.get())
     try:
         yield
@@ -141,8 +144,8 @@ def fixed_functions() -> Iterator[None]:
 
 
 def is_users_function(leaf: Any) -> bool:
-    """Whether a leaf is a function that may be defined again: one that is not from a library or an imported
-    module."""
+    """Whether a leaf is a function that may be defined again: neither one of a library nor a module-level
+    function of an imported module."""
     if not callable(leaf) or isinstance(leaf, type | jax.Array | np.ndarray):
         return False
     module = getattr(leaf, "__module__", None) or ""
@@ -165,7 +168,8 @@ def signature_of(args: tuple, kwargs: dict) -> tuple[Signature, list[Any]]:
 
 
 def opened(function: Callable, signatures: Sequence[Signature], name: Any = None) -> Opened | None:
-    """A function traced for these signatures, except those for which it fails; None if it fails for all."""
+    """Trace a function for the given signatures, and leave out those for which tracing fails; None if all
+    fail."""
     state, session = _state(function), _session.get()
     known: dict[Signature, tuple[Trace, tuple[Array, ...]]] = {}
     if state is not None and function in _opened and _opened[function][0] == state:
@@ -192,8 +196,8 @@ def opened(function: Callable, signatures: Sequence[Signature], name: Any = None
 
 
 def explicit(function: Callable, *arguments: Array) -> Opened:
-    """A function in which the arrays of its closure are parameters, for arguments of the same shapes and
-    types as `arguments`.
+    """Convert a function to an `Opened`, in which the arrays of its closure are explicit parameters, for
+    arguments with the shapes and dtypes of `arguments`.
 
     Custom derivative rules of the solvers differentiate only with respect to explicit arguments.
     """
@@ -202,7 +206,7 @@ def explicit(function: Callable, *arguments: Array) -> Opened:
 
 
 def trace(function: Callable, signature: Signature) -> tuple[Trace, tuple[Array, ...]]:
-    """The operations of a function, and its numbers."""
+    """Trace a function: return its operations and its numerical constants."""
     (_, operations, outputs, rebuild), numbers = _trace(function, signature)
     key = (
         signature,
@@ -221,8 +225,8 @@ def trace(function: Callable, signature: Signature) -> tuple[Trace, tuple[Array,
 
 
 class _Rebuild(NamedTuple):
-    """How to rebuild a result from its arrays: its structure, and its leaves, with None in place of
-    arrays."""
+    """A function that rebuilds a result from its arrays. It stores the structure and the leaves of the
+    result, with None in place of arrays."""
 
     structure: Any
     leaves: tuple[Any, ...]
@@ -239,7 +243,7 @@ class _Rebuild(NamedTuple):
 
 
 def _trace(function: Callable, signature: Signature) -> tuple[Any, tuple[Array, ...]]:
-    """The constructor arguments of a `Trace`, and the numbers of the function."""
+    """Trace a function: return the constructor arguments of a `Trace`, and the numerical constants."""
     results: list[_Rebuild] = []
 
     def flat(*arrays: Array) -> list[Array]:
@@ -259,8 +263,8 @@ def _trace(function: Callable, signature: Signature) -> tuple[Any, tuple[Array, 
 def flat_operations(
     function: Callable, arguments: Sequence[Array], *, opaque: frozenset[str] = frozenset()
 ) -> tuple[list[Operation], list[Any]]:
-    """The operations of a function of arrays, and its numbers. Functions with custom derivative rules are
-    flattened too, but each function named in `opaque` is one operation."""
+    """Return the operations and the numerical constants of a function of arrays. Functions with custom
+    derivative rules are inlined too, but each function named in `opaque` remains one operation."""
     closed = jax.make_jaxpr(function)(*arguments)
     flattened = _Flattened(len(arguments), INLINED | CUSTOM_RULES.keys() | {"checkpoint", "remat"}, opaque)
     flattened.add(closed.jaxpr, closed.consts, list(range(len(arguments))))
@@ -268,7 +272,7 @@ def flat_operations(
 
 
 def name_of(equation: JaxprEqn) -> str:
-    """The name of the function that an equation calls, or of its primitive."""
+    """The name of the function that an equation calls; if there is none, the name of its primitive."""
     called: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     debug_info = getattr(getattr(called, "jaxpr", called), "debug_info", None)
     inner = equation.params.get("name", getattr(debug_info, "func_name", None))
@@ -276,7 +280,7 @@ def name_of(equation: JaxprEqn) -> str:
 
 
 class _Flattened:
-    """The operations of a program and of the programs it calls, in order."""
+    """Collects the operations of a program and of the programs that it calls, in order."""
 
     def __init__(
         self, arguments: int, inlined: frozenset[str] = INLINED, opaque: frozenset[str] = frozenset()
@@ -288,7 +292,7 @@ class _Flattened:
         self.operations: list[Operation] = []
 
     def add(self, jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """Append a program, and return the indices of its outputs."""
+        """Append the operations of a program; return its outputs in the form of `Operation.inputs`."""
         places: dict[Var, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
         for variable, constant in zip(jaxpr.constvars, constants, strict=True):
             places[variable] = self._number(constant)
@@ -316,8 +320,8 @@ class _Flattened:
         atom = equation.invars[i]
         if not isinstance(atom, Literal):
             return places[atom]
-        # A square or a root is faster than a power, so the exponent of a square or root is part of the
-        # operation.
+        # Squares and roots are faster than general powers, so an integer or half-integer exponent remains
+        # part of the operation.
         if equation.primitive.name == "pow" and i == 1 and float(2 * atom.val).is_integer():
             return ("literal", atom)
         return self._literal(atom)
@@ -334,7 +338,7 @@ class _Flattened:
 
 
 class _Identity:
-    """A value that is equal only to itself."""
+    """A wrapper that compares a value by identity."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -371,7 +375,7 @@ def _parameters_key(equation: JaxprEqn, within: tuple = ()) -> Any:
 
 
 def _rule_key(equation: JaxprEqn, within: tuple) -> Any:
-    """A custom derivative rule, compared by the program that it computes."""
+    """A key that compares custom derivative rules by the programs that they compute."""
     inputs = [_shape_and_type(atom) for atom in equation.invars]
     if not all(jnp.issubdtype(dtype, jnp.floating) for _, dtype in inputs):
         return _Identity(equation)
@@ -388,7 +392,7 @@ def _rule_key(equation: JaxprEqn, within: tuple) -> Any:
 
 
 def _key(value: Any, within: tuple) -> Any:
-    """A parameter of an operation in a form that can be compared; as a last resort it is compared by
+    """A hashable key for a parameter of an operation; a parameter that is not hashable is compared by
     identity."""
     if isinstance(value, ClosedJaxpr):
         return (_jaxpr_key(value.jaxpr, within), tuple(map(_Identity, value.consts)))
@@ -408,7 +412,7 @@ def _key(value: Any, within: tuple) -> Any:
 
 
 def _jaxpr_key(jaxpr: Jaxpr, within: tuple) -> Any:
-    """A program inside an operation in comparable form, including its numbers."""
+    """A hashable key for a program inside an operation, including its literals."""
     places: dict[Var, int] = {}
     define = lambda variables: [places.setdefault(variable, len(places)) for variable in variables]
     read = lambda atom: _literal_key(atom) if isinstance(atom, Literal) else places[atom]
@@ -423,7 +427,8 @@ def _jaxpr_key(jaxpr: Jaxpr, within: tuple) -> Any:
 
 
 def _state(function: Any, seen: tuple = ()) -> Any:
-    """The objects to which a function refers, to detect changes; None if changes cannot be detected."""
+    """The code of a function and the objects to which it refers, to detect changes; None if changes cannot be
+    detected."""
     if not isinstance(function, types.FunctionType) or function in seen:
         return None
     referred: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -451,7 +456,7 @@ def _state(function: Any, seen: tuple = ()) -> Any:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether a value cannot change: JAX arrays, modules of them, and functions of libraries."""
+    """Whether a value cannot change: a JAX array, a module of such arrays, or a function of a library."""
     if isinstance(value, eqx.Module):
         return all(isinstance(leaf, FIXED) or _is_constant(leaf) for leaf in jax.tree.leaves(value))
     if isinstance(value, jax.Array):
@@ -460,8 +465,8 @@ def _is_constant(value: Any) -> bool:
 
 
 def trainable(tree: Any) -> Any:
-    """For each leaf, whether it is a parameter. Parameters are the floating-point arrays, except in parts
-    that are not trained.
+    """A mask of the trainable parameters in a pytree: all floating-point arrays, except those in fields that
+    are marked as given.
 
     A zero gradient would not suffice to keep a target fixed, because weight decay changes all parameters.
     """

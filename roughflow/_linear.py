@@ -17,7 +17,7 @@ SMALL = 3
 
 
 def solve(matrix: Array, right: Array) -> Array:
-    """A⁻¹B for `matrix` `(B, d, d)` and `right` `(B, d, k)`; infinite or NaN where A is singular."""
+    """A⁻¹R for A = `matrix` `(B, d, d)` and R = `right` `(B, d, k)`; infinite or NaN where A is singular."""
     if matrix.shape[-1] <= SMALL:
         return _eliminate(matrix, right)[0]
     # Derivatives come from the linear equation (implicit function theorem), not from the steps of the
@@ -31,7 +31,7 @@ def solve(matrix: Array, right: Array) -> Array:
 
 
 def log_abs_det(matrix: Array) -> Array:
-    """log |det A|, `(B,)`."""
+    """log |det A| of each matrix, `(B,)`."""
     if matrix.shape[-1] <= SMALL:
         return _eliminate(matrix, matrix[..., :0])[1]
     return _log_abs_det(matrix)
@@ -68,7 +68,7 @@ def _log_abs_det_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Arr
 
 
 def _sweep(matrix: Array, right: Array) -> tuple[Array, Array]:
-    """Gauss–Jordan elimination with partial pivoting, as a loop: A⁻¹B and log |det A|."""
+    """A⁻¹R and log |det A|, by Gauss–Jordan elimination with partial pivoting in a loop."""
     d = matrix.shape[-1]
     place = jnp.arange(d)[None, :, None]
 
@@ -87,7 +87,7 @@ def _sweep(matrix: Array, right: Array) -> tuple[Array, Array]:
 
 
 def _eliminate(matrix: Array, right: Array) -> tuple[Array, Array]:
-    """Gaussian elimination with partial pivoting: A⁻¹B, by operations linear in B, and log |det A|.
+    """A⁻¹R, by operations linear in R, and log |det A|, by Gaussian elimination with partial pivoting.
 
     Rows are separate arrays, because gather operations would be slower to compile and to run.
     """
@@ -120,8 +120,8 @@ def _swap(table: Array, i: int | Array, best: Array, place: Array) -> Array:
 
 
 def cholesky(matrix: Array, *, semidefinite: bool = False) -> Array:
-    """The lower Cholesky factor of a small matrix, unrolled; NaN if the matrix is not positive definite.
-    `semidefinite` allows zero pivots."""
+    """The lower Cholesky factor of a small matrix, by unrolled operations; NaN if the matrix is not positive
+    definite. If `semidefinite` is True, zero pivots are allowed."""
     columns: list[Array] = []
     rest = matrix
     for j in range(len(matrix)):

@@ -1,4 +1,4 @@
-"""Compiled programs. No other module deals with compilation."""
+"""Compilation of programs, and a cache of compiled programs. No other module deals with compilation."""
 
 import functools
 import logging
@@ -41,8 +41,8 @@ ON_GPU: Mapping[str, bool | int] = {"xla_gpu_enable_triton_gemm": False}
 MESSAGE_AFTER = 3.0  # seconds of compilation, after which a message is shown
 
 _programs: OrderedDict[Any, "_Program"] = OrderedDict()
-# Known properties of programs, by their arguments: signatures of functions, and whether code reads the values
-# of floats.
+# Properties of programs that were found in earlier calls: the signatures with which they call users'
+# functions, and whether their code reads the values of floats.
 _signatures: OrderedDict[Any, dict[Any, list[Any]]] = OrderedDict()
 _asking: OrderedDict[Any, bool] = OrderedDict()
 
@@ -51,13 +51,13 @@ Result = TypeVar("Result")
 
 
 def jit(function: Callable[Arguments, Result], *, level: int | None = None) -> Callable[Arguments, Result]:
-    """Like `eqx.filter_jit`, for programs that are called repeatedly with different numbers.
+    """Like `eqx.filter_jit`, for programs that are called repeatedly with different values of floats.
 
     Floats in the arguments, such as a rate or an end time in a module, are not compiled into the program, nor
-    are the numbers in functions of the user (`roughflow._functions`). Code that reads the value of a float
-    (`if rate > 1`, `math.exp`) is compiled for each value. The number of programs is bounded. On a CPU,
-    `level` is the optimisation level of the compiler: 0 for programs with little work, 1 for programs with
-    more, and None (full optimisation) for long-running programs.
+    are the numerical constants in users' functions (`roughflow._functions`). Code that reads the value of a
+    float (`if rate > 1`, `math.exp`) is compiled again for each value. The number of cached programs is
+    bounded. On a CPU, `level` is the optimisation level of the compiler: 0 for programs with little work, 1
+    for programs with more, and None (full optimisation) for long-running programs.
     """
 
     @functools.wraps(function)
@@ -69,8 +69,8 @@ def jit(function: Callable[Arguments, Result], *, level: int | None = None) -> C
 
 
 def _with_opened_functions(function: Callable, level: int | None, arguments: tuple) -> Any:
-    """Call a program, with users' functions among its arguments replaced by their operations and numbers, for
-    the signatures that the program requires."""
+    """Call a program. Users' functions among its arguments are replaced by `Opened` functions, traced for the
+    signatures that the program requires."""
     leaves, structure = jax.tree.flatten(arguments)
     users = [i for i, leaf in enumerate(leaves) if is_users_function(leaf)]
     if not users:
@@ -111,7 +111,7 @@ def _with_dynamic_floats(function: Callable, level: int | None, leaves: list, st
 
 
 def _run(function: Callable, level: int | None, leaves: list, structure: Any) -> Any:
-    """Call the program for arguments of this kind; compile it if needed."""
+    """Call the program for arguments of these shapes and types; compile it if necessary."""
     dynamic = [leaf for leaf in leaves if eqx.is_array(leaf)]
     traced = is_traced(jnp.asarray(0.0)) or any(map(is_traced, dynamic))
     # A nested program cannot have compiler options.
@@ -124,7 +124,7 @@ def _run(function: Callable, level: int | None, leaves: list, structure: Any) ->
         with nullcontext() if traced or program.is_compiled else _message(), _quiet_callbacks():
             return program(dynamic, wait=not traced)
     except ValueError as error:
-        # Values that are being differentiated may be hidden in closures.
+        # The program is nested after all: traced values may be hidden in closures.
         if "compiler_options" not in str(error):
             raise
         return _Program(function, structure, static, {})(dynamic, wait=False)
@@ -167,14 +167,14 @@ class _Program:
 
 
 def _halves(result: Any) -> tuple[Any, list[Any]]:
-    """The arrays in a result, and a list of its other parts."""
+    """Split a result into its arrays and everything else, which is returned in a list of length one."""
     arrays, rest = eqx.partition(result, eqx.is_array)
     return arrays, [rest]
 
 
 def _entry(table: OrderedDict, key: Any, make: Callable[[], Any]) -> Any:
-    """The entry of `table` for `key`, which is created if necessary. A table has at most `MAX_PROGRAMS`
-    entries; the least recently used one is dropped."""
+    """Return the entry of `table` for `key`; if there is none, create it with `make`. A table has at most
+    `MAX_PROGRAMS` entries; the least recently used ones are dropped."""
     if key not in table:
         table[key] = make()
         while len(table) > MAX_PROGRAMS:
@@ -190,7 +190,7 @@ def drop_programs() -> None:
 
 
 def _kind(leaf: Any) -> Any:
-    """The parts of an argument that a program depends on."""
+    """The properties of an argument that a program depends on."""
     if eqx.is_array(leaf):
         return (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False))
     return (type(leaf), leaf.hex() if isinstance(leaf, float) else leaf)
@@ -201,7 +201,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 def in_double_precision(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Run a function in double precision, regardless of the precision of the process."""
+    """A decorator that runs a function in double precision, regardless of the precision of the process."""
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -212,12 +212,12 @@ def in_double_precision(function: Callable[Arguments, Result]) -> Callable[Argum
 
 
 def exact_products() -> AbstractContextManager[object]:
-    """A context with matrix products in full precision, unless the user has set another precision. By default
-    GPUs use ten bits of float32, which causes errors of 0.01 nats in a log-density and saves little or no
-    time.
+    """A context in which matrix products have full precision, unless the user has set another precision. By
+    default, GPUs use ten mantissa bits of float32, which causes errors of 0.01 nats in a log-density and
+    saves little or no time.
 
-    "float32" is a synonym of "highest". The kernels of small networks, with errors of 1e-5, are used only if
-    the user has set no precision (`sde/_jets.py`)."""
+    The context sets "float32", a synonym of "highest": the kernels of small networks (`sde/_jets.py`), with
+    errors of 1e-5, are not used if the user has set "highest"."""
     is_set = jax.config.jax_default_matmul_precision is not None  # pyright: ignore[reportAttributeAccessIssue]
     if is_set or jax.default_backend() == "cpu":
         return nullcontext()
@@ -248,7 +248,7 @@ def _are_known(options: Mapping[str, bool | int]) -> bool:
 
 
 class _Burst:
-    """Programs that are compiled one after another; one message reports them all."""
+    """Programs that are compiled in direct succession; one message reports all of them."""
 
     began = ended = -np.inf
     reported = False
@@ -256,7 +256,7 @@ class _Burst:
 
 @contextmanager
 def _message() -> Iterator[None]:
-    """In interactive use, print one line to stderr if programs take more than three seconds to compile."""
+    """In interactive use, print one line to stderr if compilation takes more than three seconds."""
     if not _is_interactive():
         yield
         return
@@ -285,7 +285,7 @@ def _is_interactive() -> bool:
 
 
 class _NoCallbackErrors(logging.Filter):
-    """Suppress JAX's log of an error that is raised anyway."""
+    """A filter for JAX's log messages about errors that are raised anyway."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.getMessage() != "jax.pure_callback failed"
@@ -309,5 +309,5 @@ def split(key: PRNGKeyArray, count: int = 2) -> tuple[PRNGKeyArray, ...]:
 
 @partial(jit, level=0)
 def fold_in(key: PRNGKeyArray, number: Array | int) -> PRNGKeyArray:
-    """Fold in a number, like `jax.random.fold_in`."""
+    """Fold a number into a key, like `jax.random.fold_in`."""
     return jax.random.fold_in(key, number)

@@ -1,4 +1,4 @@
-"""All public names; `roughflow` imports the stage of a name on first use."""
+"""All public names; `roughflow` imports the stage that defines a name when the name is first used."""
 
 from .sde import (  # noqa: I001  (pipeline order)
     AbstractSDE as AbstractSDE,

@@ -1,4 +1,4 @@
-"""Representations of objects in a terminal or notebook; `eqx.tree_pprint` shows the whole tree."""
+"""Short representations of objects in a terminal or notebook; `eqx.tree_pprint` shows the whole tree."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ def is_known(*values: Any) -> bool:
 
 
 def number(value: Any) -> str:
-    """A number with a few digits; a placeholder if it is traced."""
+    """A number as text with four significant digits; "?" if it is traced."""
     try:
         return f"{float(value):.4g}"
     except TypeError:  # also raised by JAX for a traced number
@@ -33,13 +33,13 @@ def count(number: int, unit: str) -> str:
 
 
 def named(value: Any) -> str:
-    """An object or function by its name."""
+    """The name of a function, or of the class of any other object."""
     name = getattr(value, "__name__", None) or type(value).__name__
     return "a lambda" if name == "<lambda>" else name
 
 
 def settings(value: Any) -> str:
-    """The name of an object, with its fields that are numbers or modules."""
+    """An object as text: its name, and those of its fields that are numbers or modules."""
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     parts = [(field.name, getattr(value, field.name, None)) for field in fields]
     plain = lambda part: named(part) if isinstance(part, eqx.Module) else f"{part:g}"
@@ -54,15 +54,15 @@ def num_parameters(*trees: Any) -> int:
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(parts))
 
 
-def shortened(items: Sequence[str], most: int = 2 * ENDS) -> list[str]:
-    """Items, without the middle ones if there are too many."""
-    if len(items) <= most:
+def shortened(items: Sequence[str], max_items: int = 2 * ENDS) -> list[str]:
+    """The items; if there are more than `max_items`, those in the middle are replaced by an ellipsis."""
+    if len(items) <= max_items:
         return list(items)
-    return [*items[: most // 2], "…", *items[-(most // 2) :]]
+    return [*items[: max_items // 2], "…", *items[-(max_items // 2) :]]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table with right-aligned columns, except the last, which is left-aligned."""
+    """The lines of a table whose columns are right-aligned, except for the last one."""
     lines = [tuple(header), *map(tuple, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     side = lambda i: "<" if i == len(header) - 1 else ">"
@@ -71,7 +71,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def listed(title: str, parts: Iterable[tuple[str, str]]) -> str:
-    """A title, followed by one line per name and text."""
+    """A title, followed by one line for each pair of a name and a text."""
     parts = list(parts)
     width = max((len(name) for name, _ in parts), default=0)
     return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in parts)])

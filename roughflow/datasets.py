@@ -1,6 +1,6 @@
-"""Two-dimensional distributions with known densities, which provide data for fits and the true densities.
+"""Two-dimensional distributions with known densities, to generate data and to compare fits with the truth.
 
-Shapes and scales are those of the data sets common in papers on normalizing flows. All densities are known
+Shapes and scales follow the data sets that are common in papers on normalizing flows. All densities are known
 exactly, so one can compute by how much a model's loss exceeds the entropy.
 
 ```python
@@ -50,13 +50,13 @@ Window = tuple[float, float, float, float]
 
 
 class AbstractDistribution(eqx.Module):
-    """A distribution on the plane with its density. The distributions of this module have no parameters, so
-    that results are comparable.
+    """A distribution on the plane with a known density. The distributions in this module have no parameters,
+    so that results are comparable.
 
     - `entropy`: −E log p(Z) in nats, the minimum of the expected negative log-likelihood of a model.
     - `extent`: (left, right, bottom, top) of a window that shows the distribution.
 
-    A distribution has the interface of a base, so a flow may also start from it.
+    A distribution has the interface of a base distribution, so it can also be the base of a flow.
 
     ```python
     import jax
@@ -93,8 +93,8 @@ class AbstractDistribution(eqx.Module):
 
 
 class AbstractSmoothDistribution(AbstractDistribution):
-    """A distribution with a smooth density around the origin. Its entropy is integrated numerically on a
-    grid."""
+    """A distribution with a smooth density near the origin. Its entropy is computed by numerical integration
+    on a grid."""
 
     extent: ClassVar[Window] = (-4.0, 4.0, -4.0, 4.0)
 
@@ -133,10 +133,11 @@ def quadrature(num_nodes: int) -> tuple[Array, Array]:
 
 
 def log_mixture(z: Array, centres: Array, weights: Array, noise: float) -> Array:
-    """log Σₖ wₖ N(z; cₖ, noise² I): a mixture or, with nodes and weights of a quadrature, a noisy curve.
+    """log Σₖ wₖ N(z; cₖ, noise² I), the log-density of a mixture or, with quadrature nodes and weights, of a
+    noisy curve.
 
-    The centres are processed in blocks and recomputed for the gradient, so that memory does not grow with
-    their number, even under `vmap`.
+    The centres are processed in blocks, which are recomputed for the gradient, so that memory does not grow
+    with the number of centres, even under `vmap`.
     """
     points = jnp.reshape(z, (-1, 2)) / noise
     block = math.gcd(weights.size, 32)
@@ -155,7 +156,7 @@ def log_mixture(z: Array, centres: Array, weights: Array, noise: float) -> Array
 
 
 def with_mirror_image(centres: Array, weights: Array) -> tuple[Array, Array]:
-    """A curve and its point reflection, with half the mass each."""
+    """The nodes and weights of a curve and of its point reflection, each with half of the mass."""
     return jnp.concatenate([centres, -centres]), 0.5 * jnp.concatenate([weights, weights])
 
 
@@ -197,7 +198,8 @@ class Banana(AbstractDistribution):
 
 
 class Checkerboard(AbstractDistribution):
-    """Uniform on every other of the sixteen squares of side 2 in [−4, 4]², with entropy ln 32."""
+    """The uniform distribution on eight of the sixteen squares of side 2 in [−4, 4]², arranged as on a
+    checkerboard, with entropy ln 32."""
 
     extent: ClassVar[Window] = (-4.5, 4.5, -4.5, 4.5)
 
@@ -218,7 +220,8 @@ class Checkerboard(AbstractDistribution):
 
 
 class EightGaussians(AbstractSmoothDistribution):
-    """Eight normal distributions of scale 1/√8 with equal weights on a circle of radius √8."""
+    """A mixture of eight normal distributions with scale 1/√8 and equal weights, centred on a circle of
+    radius √8."""
 
     noise: ClassVar[float] = 8**-0.5
 
@@ -254,7 +257,7 @@ class Moons(AbstractSmoothDistribution):
 
 
 class Pinwheel(AbstractSmoothDistribution):
-    """Five normal distributions, elongated along rays from the origin, then twisted.
+    """A mixture of five normal distributions, elongated along rays from the origin and then twisted.
 
     A point w of the mixture, with means 2 (cos 2πk/5, sin 2πk/5) and scales 0.6 along the ray and 0.2 across
     it, is rotated by the angle ½ ln(1 + |w|²). The angle depends on the radius only, so the twist preserves
@@ -282,7 +285,8 @@ class Pinwheel(AbstractSmoothDistribution):
 class Rings(AbstractSmoothDistribution):
     """Four circles of radius R = ¾, 1½, 2¼, 3 with equal weights and noise N(0, 0.08² I).
 
-    Each contributes N(z; 0, σ² I) averaged over a circle: exp(−(|z|² + R²)/2σ²) I₀(|z| R/σ²) / 2πσ².
+    Each circle contributes N(z; c, σ² I), averaged over its points c: exp(−(|z|² + R²)/2σ²) I₀(|z| R/σ²) /
+    2πσ².
     """
 
     noise: ClassVar[float] = 0.08
@@ -324,8 +328,8 @@ class Star(AbstractSmoothDistribution):
         mean = self._petal(jnp.arctan2(z[..., 1], jnp.where(radius > 0, z[..., 0], 1)))
         # sin 10(θ + π) = sin 10θ, so r has the same mean in both representations.
         along = jnp.logaddexp(log_normal(radius - mean, self.noise), log_normal(-radius - mean, self.noise))
-        # 1/|z| is infinite at the origin, where the density is otherwise below e⁻⁵⁰. The bound keeps plots
-        # finite.
+        # The factor 1/|z| is infinite at the origin, where the other factor is below e⁻⁵⁰. The lower bound on
+        # |z| keeps plots finite.
         return along - LOG_2PI - jnp.log(jnp.maximum(radius, 1e-4))
 
     def _petal(self, angle: Array) -> Array:

@@ -23,10 +23,10 @@ from roughflow import plots
 from roughflow.datasets import AbstractDistribution, Banana, Star
 from roughflow.report import write_report
 
-BATCH, PATHS, RATE = 64, 4, 3e-3  # settings of the paper's method, whose steps with noise take half a second
+BATCH, PATHS, RATE = 64, 4, 3e-3  # settings of the paper's method; with noise, a step takes half a second
 ROWS, WIDTH = 200_000, 128  # training rows of a regression, and width of its network
 TEST, NOISY_TEST = 4000, 1000  # numbers of new points on which models are scored, without and with noise
-SCORED, MANY = 128, 4096  # number of paths per point, and for points that none of these paths reaches
+SCORED, MANY = 128, 4096  # paths per point, and for points that none of these paths reaches
 HISTOGRAM, PIXELS = 150_000, 96  # number of samples in a histogram, and of pixels per side
 
 
@@ -35,12 +35,12 @@ class Trained(eqx.Module):
 
     flow: rf.StochasticFlow
     proposal: rf.density.AbstractProposal
-    loss: jax.Array  # one number per step
+    loss: jax.Array  # one value per step
     seconds: float
 
     @property
     def cheap(self) -> rf.PullBack:
-        """Log-densities for a heat map, with few paths from the learned proposal."""
+        """An estimator with few paths from the learned proposal, for heat maps."""
         return rf.PullBack(1 if self.flow.noise_dimension == 0 else 32, self.proposal)
 
 
@@ -107,10 +107,10 @@ class Run:
     def regress(
         self, label: str, distribution: AbstractDistribution, *, steps: int, beside: int, width: int = WIDTH
     ) -> Regressed:
-        """The regression: `rf.fit_density` without likelihood steps, so that no ODE is solved.
+        """Fit by regression: `rf.fit_density` without likelihood steps, so that no ODE is solved.
 
-        `steps` is the number of regression steps when `train` takes `beside` steps; if `--steps` changes the
-        latter, the former changes in proportion.
+        `steps` is the number of regression steps if `train` takes `beside` steps; if `--steps` changes the
+        number for `train`, that for the regression changes in proportion.
         """
         steps = steps if self.steps is None else -(-steps * self.steps // beside)
         rows = np.asarray(distribution.sample(key=self.key("rows"), shape=(ROWS,)))
@@ -129,8 +129,8 @@ class Run:
         return Regressed(**self.kept(label, fit))
 
     def kept(self, label: str, fit: Callable[[dict], tuple[rf.train.Fitted, dict]]) -> dict:
-        """The model that `fit` returns, its losses and the training time: loaded from `NAME-LABEL.rf` if this
-        file exists; otherwise trained, continuing an interrupted run if there is one."""
+        """The model that `fit` returns, its losses and the training time. With `resume`, all are loaded from
+        `NAME-LABEL.rf` if this file exists; otherwise an interrupted run is continued if there is one."""
         file = self.out / f"{self.name}-{label}.rf"
         checkpoint = file.with_suffix(".checkpoint")
         if self.resume and file.exists():
@@ -201,7 +201,7 @@ class Run:
         }
 
     def log_density(self, trained: Trained):
-        """log p at points of the plane, for a heat map."""
+        """A function that returns log p at points of the plane, for a heat map."""
         return lambda z: trained.flow.log_prob(z, key=self.key("map"), estimator=trained.cheap)
 
     def picture(self, regressed: Regressed, noise: float, extent: plots.Window) -> np.ndarray:
@@ -226,7 +226,7 @@ class Run:
             return np.log(counts.T / HISTOGRAM / cell)
 
     def finish(self, figure: Figure, metrics: dict) -> dict:
-        """Write the figure and its numbers."""
+        """Write the figure and the metrics."""
         plots.save(figure, self.out / f"{self.name}.png")
         with rf.files.whole_file(self.out / f"{self.name}.json") as draft:
             draft.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
@@ -238,8 +238,8 @@ class Run:
 
 
 def kolmogorov(samples: np.ndarray, cdf: Callable[[np.ndarray], np.ndarray | jax.Array]) -> float:
-    """The Kolmogorov distance: the largest difference between the distribution function of samples and a
-    given one."""
+    """The Kolmogorov distance: the largest difference between the empirical distribution function of the
+    samples and a given one."""
     samples = np.sort(samples)
     ranks = np.arange(len(samples) + 1) / len(samples)
     truth = np.asarray(cdf(samples))
@@ -292,8 +292,8 @@ def demo(
     steps: int = DEMO_STEPS,
     likelihood_steps: int = DEMO_LIKELIHOOD,
 ) -> dict:
-    """Fit a flow to the banana: `demo.png`, `demo-training.png`, `demo.json`, `demo-banana.rf`, and a report,
-    `demo.html`.
+    """Fit a flow to the banana, and write `demo.png`, `demo-training.png`, `demo.json`, `demo-banana.rf` and
+    a report, `demo.html`.
 
     ```python
     from pathlib import Path
@@ -472,7 +472,8 @@ def _draw_fig2(banana: Banana, sdes: dict, walks: dict, metrics: dict) -> Figure
     }
     for ax, (name, title) in zip(axes, titles.items(), strict=True):
         plots.density(banana.log_prob, extent=FIG2_EXTENT, ax=ax)
-        # Points far outside are clipped: they are not visible, and very large numbers would distort the plot.
+        # Points far outside are clipped: they are not visible, and very large coordinates would distort the
+        # plot.
         plots.trajectory(np.clip(_same_time(name, walks[name]), -1e3, 1e3), ax=ax)
         arrows(ax, sdes[name])
         distance = max(metrics[name]["pooled_kolmogorov"])
@@ -529,14 +530,15 @@ def _empirical(values: np.ndarray):
 
 
 def noise_axes(sde: rf.AbstractSDE, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sizes `(N, 2)`, larger first, and directions `(N, 2, 2)` of the noise at each point."""
+    """The singular values of σ at each point, `(N, 2)` in decreasing order, and the directions in which the
+    noise acts, `(N, 2, 2)`."""
     sigma = jax.vmap(lambda z: sde.noise(jnp.zeros(()), z))(jnp.asarray(points))
     directions, sizes, _ = np.linalg.svd(np.asarray(sigma))
     return sizes, np.swapaxes(directions, 1, 2)
 
 
 def arrows(ax, sde: rf.AbstractSDE) -> None:
-    """The axes of the noise along the curve, as crosses."""
+    """Draw the axes of the noise along the curve, as crosses."""
     x = np.linspace(-2.4, 2.4, 9)
     points = np.stack([x, -(x**2)], axis=1)
     sizes, directions = noise_axes(sde, points)
@@ -773,7 +775,7 @@ def run(
     progress: bool = True,
     resume: bool = False,
 ) -> dict:
-    """Run one of `EXPERIMENTS`: write `NAME.png` and `NAME.json` to the folder `out`, and return the numbers.
+    """Run one of `EXPERIMENTS`: write `NAME.png` and `NAME.json` to the folder `out`, and return the metrics.
 
     `steps` replaces the number of likelihood training steps; the number of regression steps changes in
     proportion. With `resume`, finished models are loaded, and an interrupted run is continued.

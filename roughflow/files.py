@@ -32,8 +32,8 @@ from .sde import noise_dimension, silu, tanh
 
 
 class Interrupt:
-    """A context in which the first Ctrl-C (SIGINT or SIGTERM) only sets `wanted`; the second one
-    interrupts."""
+    """A context in which the first Ctrl-C (SIGINT or SIGTERM) only sets `wanted`; a second one interrupts the
+    program."""
 
     def __init__(self):
         self.wanted = False
@@ -59,7 +59,7 @@ class Interrupt:
 
 
 class Held(Interrupt):
-    """A context that delays the first Ctrl-C until its end, so that files are complete."""
+    """A context that delays the first Ctrl-C until its end, so that files are written completely."""
 
     def __exit__(self, *_) -> None:
         super().__exit__()
@@ -67,8 +67,8 @@ class Held(Interrupt):
             signal.raise_signal(self.pressed)
 
 
-# Maximum ratio of the size of the content to that of the file. Archives are not compressed, because numbers
-# can hardly be compressed.
+# Maximum ratio of the size of the unpacked content to that of the file. Archives are not compressed, because
+# arrays of floats hardly compress.
 MAX_EXPANSION = 100
 MIN_UNPACKED_BYTES = 2**20  # bytes; any archive may unpack to this size
 # The exceptions that zipfile, json and NumPy raise for invalid bytes.
@@ -87,7 +87,8 @@ UNREADABLE = (
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike) -> Iterator[Path]:
-    """A temporary file next to `path`, which replaces it atomically when the block ends without an error.
+    """A context that yields a temporary file next to `path`, which replaces `path` atomically when the block
+    ends without an error.
 
     The old file is unchanged if there is an error, the process is killed, or the disk is full. Folders are
     created as needed. If `path` is a link, its target is replaced.
@@ -138,7 +139,7 @@ def write_archive(
 
 
 def read_archive(path: str | os.PathLike, kind: str, version: int) -> tuple[dict, dict[str, np.ndarray]]:
-    """The header and arrays of a file of this `kind`. Nothing in the file is executed."""
+    """Read the header and the arrays of a file of this `kind`. Nothing in the file is executed."""
     check_input_file(check_path("path", path))
     try:
         with zipfile.ZipFile(path) as archive:
@@ -164,7 +165,8 @@ def read_archive(path: str | os.PathLike, kind: str, version: int) -> tuple[dict
 
 
 def _check_size(archive: zipfile.ZipFile, size: int) -> None:
-    """Refuse a file that would unpack to far more than its size; zipfile checks the size of each part."""
+    """Raise an error if an archive would unpack to far more than its size; zipfile checks the size of each
+    part."""
     unpacked = sum(part.file_size for part in archive.infolist())
     if unpacked > MAX_EXPANSION * size + MIN_UNPACKED_BYTES:
         raise ValueError(f"{size} bytes that unpack to {unpacked}")
@@ -212,8 +214,8 @@ def _open_lock(lock: Path, refusal: str) -> int:
         os.close(handle)
 
 
-# Public modules that are searched for the names of classes, in this order. A file cannot import any other
-# module.
+# Public modules in which names of classes are looked up, in this order. No other module is imported for a
+# file.
 NAMESPACES: dict[str, tuple[str, ...]] = {
     "roughflow": (
         "roughflow",
@@ -232,7 +234,7 @@ NAMESPACES: dict[str, tuple[str, ...]] = {
     "lineax": ("lineax",),
     "optimistix": ("optimistix",),
 }
-# Names of classes and fields in older files.
+# New names of classes and fields, by the names that older files use.
 RENAMED = {"Unadjusted": "UnadjustedSampler", "Adjusted": "AdjustedSampler", "AdjustedFlow": "FlowSampler"}
 RENAMED_FIELDS = {
     ("Laplace", "starts"): "num_starts",
@@ -286,8 +288,9 @@ def name_of(cls: type) -> str:
 
 
 def class_of(name: str, known: dict[str, type]) -> type:
-    """The class of this name: one passed by the user, or a public class of roughflow or of the libraries that
-    it uses. For an old private name, `roughflow.flow._base:Normal`, the last part is used."""
+    """Look up a class by name, among those passed by the user and the public classes of roughflow and of the
+    libraries that it uses. Only the last part of an old private name, such as `roughflow.flow._base:Normal`,
+    is used."""
     if name in known:
         return known[name]
     module, _, qualified = name.partition(":")
@@ -316,7 +319,7 @@ def function_name(value: Any) -> str | None:
 
 
 def _found(namespace: str, name: str) -> Any:
-    # `getattr` is not used, because a module may import another one on attribute access; imported names are
+    # `getattr` is not used, because a module may import another one on attribute access; modules are
     # excluded, because the result must not depend on earlier imports.
     value = vars(importlib.import_module(namespace)).get(name)
     return None if inspect.ismodule(value) else value
@@ -382,8 +385,8 @@ def load(path: str | PathLike, *, classes: Iterable[type] = ()) -> Any:
     """Load a model saved with `rf.save`. Nothing in the file is executed. It can only refer to classes of
     roughflow, of the libraries that roughflow uses, and to those passed as `classes`.
 
-    Files that are incomplete or inconsistent, or that unpack to more than a hundred times their size, are
-    refused.
+    Files that are incomplete or inconsistent, or that unpack to more than a hundred times their size, raise a
+    `ValueError`.
 
     ```python
     import jax.numpy as jnp
@@ -407,7 +410,8 @@ def load(path: str | PathLike, *, classes: Iterable[type] = ()) -> Any:
 
 
 def _encode(value: Any, place: str, arrays: dict[str, np.ndarray], depth: int = 0) -> Any:
-    """A value as JSON, with its arrays added to `arrays`; `place` is the path of the value, for messages."""
+    """Encode a value as JSON, and add its arrays to `arrays`; `place` is the position of the value in the
+    model, for messages."""
     if depth > MAX_DEPTH:
         raise ValueError(f"the model cannot be saved: it is nested more than {MAX_DEPTH} levels deep")
     within = lambda part, where: _encode(part, where, arrays, depth + 1)
@@ -429,7 +433,7 @@ def _encode(value: Any, place: str, arrays: dict[str, np.ndarray], depth: int = 
         return {"function": function}
     kind = getattr(value, "__qualname__", type(value).__name__)
     raise ValueError(
-        f"{place} cannot be saved: it is {kind}; make it an eqx.Module with its numbers as fields"
+        f"{place} cannot be saved: it is {kind}; make it an eqx.Module with its parameters as fields"
         + see("saving")
     )
 
@@ -439,7 +443,7 @@ def _public_name(cls: type, place: str) -> str:
         return name_of(cls)
     except ValueError as error:
         raise ValueError(
-            f"{place} cannot be saved: {error}; make it an eqx.Module with its numbers as fields"
+            f"{place} cannot be saved: {error}; make it an eqx.Module with its parameters as fields"
             + see("saving")
         ) from None
 
@@ -499,7 +503,7 @@ def _decode_array(value: dict[str, str], arrays: dict[str, np.ndarray]) -> Any:
 
 
 def _build(cls: type, parts: dict[str, Any]) -> Any:
-    """An instance of a class with the given fields, created without calling `__init__`."""
+    """Create an instance of a class with the given fields, without calling `__init__`."""
     module = object.__new__(cls)
     for field in dataclasses.fields(cls):
         if field.name in parts:

@@ -69,7 +69,7 @@ def html_paragraph(text: str) -> str:
 
 
 def html_pairs(entries: Mapping[str, str]) -> str:
-    """HTML of names and values, in two columns."""
+    """An HTML list of names and values, in two columns."""
     rows = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in entries.items())
     return f"<dl>\n{rows}\n</dl>"
 
@@ -79,7 +79,7 @@ def html_bullets(lines: Sequence[str]) -> str:
 
 
 def html_figures(drawn: Mapping[str, Figure]) -> str:
-    """HTML of figures with captions, side by side if there is room."""
+    """HTML for figures with captions, side by side if there is room."""
     return '<div class="figures">\n' + "\n".join(_figure(*one) for one in drawn.items()) + "\n</div>"
 
 
@@ -96,9 +96,9 @@ def _figure(caption: str, figure: Figure) -> str:
 
 WIDTH = 4.6  # inches
 NUM_BINS = 40
-MAX_ERROR_BARS = 4.0  # range of the plot on either side, in error bars
+MAX_ERROR_BARS = 4.0  # range of the plot on either side of zero, in error bars
 SMALLEST_ERROR = 1e-8  # nats; smaller errors are drawn at this value
-MAX_LEVELS = 10  # maximum number of levels of a category that are drawn
+MAX_LEVELS = 10  # maximum number of levels of a categorical column that are drawn
 MAX_LABEL = 28  # maximum number of characters of a column name on an axis
 
 
@@ -139,7 +139,7 @@ def draw_training(history: rf.train.History) -> Figure:
 
 
 def draw_solver_errors(errors: np.ndarray) -> Figure:
-    """A histogram over rows of the change of log p when the solver's steps are halved."""
+    """A histogram of the change in log p, over rows, when the solver's steps are halved."""
     figure, ax = _curves("solver error of log p (nats)", "rows")
     shown = np.log10(np.maximum(errors, SMALLEST_ERROR))
     # The limits are whole decades, because a logarithmic scale over a smaller range has hardly any labels.
@@ -175,7 +175,7 @@ def _curves(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
 
 
 def _window(column: np.ndarray) -> tuple[float, float]:
-    """The range of most values of a column, so that a few outliers do not compress the plot."""
+    """The limits of a plot of a column, without a few outliers that would compress the plot."""
     low, high = np.quantile(column, [0.002, 0.998])
     if low == high:
         low, high = column.min() - 0.5, column.max() + 0.5
@@ -183,7 +183,8 @@ def _window(column: np.ndarray) -> tuple[float, float]:
 
 
 def _plain(name: str) -> str:
-    """A name as plain text; matplotlib reads text between two dollar signs as mathematics."""
+    """A name as plain text, shortened if it is long; matplotlib reads text between two dollar signs as
+    mathematics."""
     short = name if len(name) <= MAX_LABEL else name[: MAX_LABEL - 1] + "…"
     return short.replace("$", r"\$")
 
@@ -191,7 +192,7 @@ def _plain(name: str) -> str:
 MAX_COLUMNS = 5  # maximum number of columns shown; five columns make ten pairs
 DRAWN_ROWS = 4000  # number of rows and of samples drawn
 SCORED, NOISY = 1000, 64  # number of rows to score, without and with noise
-MIN_SHARE_OUTSIDE = 0.005  # bounds are suggested if more samples lie outside the range of the data
+MIN_SHARE_OUTSIDE = 0.005  # bounds are suggested if a larger share of the samples lies outside the data
 SCORE_EXPLANATION = (
     "The log-likelihood is the mean of log p over rows; higher is better. It is measured in nats: a gain of "
     "1 nat per row means that the density at a typical row is e = 2.7 times as high. Its value depends on "
@@ -220,7 +221,7 @@ def write_report(
     - `held_out`: other rows on which to evaluate the model; by default, the report shows `fitted.score` or,
       without one, the score of the training rows.
     - `made`: names and texts that describe the run (command, seed, seconds).
-    - `notes`: warnings raised during the run.
+    - `notes`: warnings issued during the run.
 
     ```python
     import jax
@@ -364,7 +365,7 @@ def _numbers(fitted: rf.FittedDensity, score: rf.tables.Score) -> dict[str, str]
 def _samples(
     model: rf.tables.Standardised | rf.tables.WithRelations, data: np.ndarray, key: PRNGKeyArray
 ) -> list[str]:
-    """Report sections with data and samples of the model: single columns, and pairs of columns."""
+    """Report sections that show data and samples of the model, by column and by pair of columns."""
     names, chosen = _names(model), np.random.default_rng(0).permutation(len(data))[:DRAWN_ROWS]
     data = data[chosen]
     own = data.shape[1] - model.num_given
@@ -395,7 +396,8 @@ def _samples(
 
 
 def _outside(names: Sequence[str], data: np.ndarray, drawn: np.ndarray) -> list[str]:
-    """Suggested bounds for every column whose samples often leave the range of the data, one line each."""
+    """Suggestions of bounds, one line for each column whose samples are often outside the range of the
+    data."""
     lines = []
     for i, name in enumerate(names):
         low, high = data[:, i].min(), data[:, i].max()
@@ -445,7 +447,7 @@ def _mixed_sections(
     made: Mapping[str, str],
     notes: Sequence[str],
 ) -> list[str]:
-    """The report on a model of a table with numbers and categories."""
+    """The sections of a report on a model of a table with numeric and categorical columns."""
     numbers, labels = _columns_of(model, data)
     drawn, drawn_labels = _columns_of(model, model.sample(key=key, shape=(DRAWN_ROWS,)))
     when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
@@ -453,9 +455,9 @@ def _mixed_sections(
     score = fitted.score
     good = _numbers(replace(fitted, stages={}), score) if score is not None else {}
     good["Gaussian"] = (
-        f"{score.gaussian:.4f}, for one Gaussian and the frequencies of categories" if score else ""
+        f"{score.gaussian:.4f}, for one Gaussian and the frequencies of levels" if score else ""
     )
-    good["components"] = f"{len(model.mixture.weights)} products of a Gaussian and frequencies of categories"
+    good["components"] = f"{len(model.mixture.weights)} products of a Gaussian and categorical distributions"
     shown = list(numbers)[:MAX_COLUMNS]
     figures = {name: draw_marginal(_present(numbers[name]), drawn[name], name) for name in shown}
     figures |= {
@@ -486,7 +488,8 @@ def _mixed_sections(
 def _columns_of(
     model: rf.tables.MixedDensity, rows: Any
 ) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
-    """Numeric columns, NaN where missing, and the labels of categories that are not missing."""
+    """The numeric columns, with NaN for missing cells, and the labels in the categorical columns, without
+    missing cells."""
     encoding = model.encoding
     numbers, codes = model.encode(rows)
     own: dict[str, np.ndarray] = {}
@@ -524,7 +527,8 @@ def _types(
 
 
 def _coverage(model: rf.tables.MixedDensity, rows: Any, key: PRNGKeyArray) -> dict[str, str]:
-    """The share of values in their central intervals given the other columns, for each numeric column."""
+    """For each numeric column, the share of values inside their central intervals, given the other
+    columns."""
     chosen = np.random.default_rng(0).permutation(len(rows))[:CHECKED_ROWS]
     rows = rows.iloc[chosen] if hasattr(rows, "iloc") else np.asarray(rows, object)[chosen]
     numbers, _ = _columns_of(model, rows)
@@ -545,7 +549,8 @@ def _coverage(model: rf.tables.MixedDensity, rows: Any, key: PRNGKeyArray) -> di
 
 
 def draw_levels(data: Sequence[str], model: Sequence[str], name: str) -> Figure:
-    """Shares of the most frequent levels of a category in the data and in the model's samples."""
+    """A bar chart of the shares of the most frequent levels of a categorical column, in the data and in the
+    model's samples."""
     figure, ax = _curves(_plain(name), "share")
     levels, counts = np.unique(np.asarray(data), return_counts=True)
     levels = levels[np.argsort(-counts)][:MAX_LEVELS]

@@ -26,9 +26,9 @@ class RoughPath(eqx.Module):
 
     **Arguments:**
 
-    - `times`: `(N + 1,)`, increasing.
-    - `increments`: the first level `(..., N, m)` of each interval.
-    - `areas`: the second level `(..., N, m, m)` of each interval.
+    - `times`: increasing times, `(N + 1,)`.
+    - `increments`: the first level on each interval, `(..., N, m)`.
+    - `areas`: the second level on each interval, `(..., N, m, m)`.
     - `geometric`: whether the ordinary chain rule holds, 2 Sym 𝕏 = X ⊗ X, as for smooth paths and in the
       Stratonovich sense, but not in the Itô sense.
 
@@ -67,9 +67,9 @@ class RoughPath(eqx.Module):
         return self.increments.shape[-1]
 
     def levels(self, start: ArrayLike, end: ArrayLike) -> tuple[Array, Array]:
-        """Both levels between times of the grid, given by index: `(..., m)` and `(..., m, m)`, or `(..., k,
-        m)` and `(..., k, m, m)` for arrays of k indices. If `end` is before `start`, they are the levels of
-        the reversed path."""
+        """Both levels between two times of the grid, given by their indices: `(..., m)` and `(..., m, m)`, or
+        `(..., k, m)` and `(..., k, m, m)` for arrays of k indices. If `end` is before `start`, they are the
+        levels of the reversed path."""
         return _levels(self.increments, self.areas, jnp.asarray(start), jnp.asarray(end))
 
     def bracket(self, start: ArrayLike, end: ArrayLike) -> Array:
@@ -77,7 +77,7 @@ class RoughPath(eqx.Module):
         return _bracket(*self.levels(start, end))
 
     def restricted(self, places: ArrayLike) -> "RoughPath":
-        """The same rough path on a subset of its times, given by index."""
+        """The same rough path on a subset of its times, given by their indices."""
         places = np.asarray(places)
         levels = self.levels(places[:-1], places[1:])
         return RoughPath(self.times[places], *levels, self.geometric)
@@ -114,8 +114,8 @@ class RoughPath(eqx.Module):
     def chen_defect(self) -> Array:
         """The largest entry of 𝕏_{s,t} − 𝕏_{s,u} − 𝕏_{u,t} − X_{s,u} ⊗ X_{u,t} over s < u < t. It differs
         from zero only by rounding errors."""
-        places = np.unique(np.linspace(0, self.steps, min(MAX_CHECKED_TIMES, self.steps + 1)).astype(int))
-        s, u, t = np.array([(a, b, c) for a in places for b in places for c in places if a < b < c]).T
+        checked = np.unique(np.linspace(0, self.steps, min(MAX_CHECKED_TIMES, self.steps + 1)).astype(int))
+        s, u, t = np.array([(a, b, c) for a in checked for b in checked for c in checked if a < b < c]).T
         return _chen_defect(self.increments, self.areas, *map(jnp.asarray, (s, u, t)))
 
     def geometric_defect(self) -> Array:
@@ -142,7 +142,7 @@ class RoughPath(eqx.Module):
         return apart(first, first2, 1, alpha) + apart(second, second2, 2, 2 * alpha)
 
     def _pairs(self) -> tuple[Array, Array, Array]:
-        """t − s and both levels for all s < t, along one axis."""
+        """t − s and both levels for all pairs s < t, along one axis."""
         start, end = np.triu_indices(self.steps + 1, 1)
         gaps = self.times[end] - self.times[start]
         first, second = self.levels(start, end)
@@ -155,8 +155,8 @@ def _outer(a: Array, b: Array) -> Array:
 
 @partial(jit, level=0)
 def _levels(increments: Array, areas: Array, start: Array, end: Array) -> tuple[Array, Array]:
-    """Both levels between times of the grid, computed from the levels between the first time and each time,
-    `(..., N + 1, m)` and `(..., N + 1, m, m)`."""
+    """Both levels between two times of the grid, computed from the levels between the first time and each
+    time, `(..., N + 1, m)` and `(..., N + 1, m, m)`."""
     first = _summed(increments, -2)
     second = _summed(areas + _outer(first[..., :-1, :], increments), -3)
     before = jnp.take(first, start, axis=-2)
@@ -216,23 +216,23 @@ def lift(path: Path, steps: int) -> RoughPath:
 def _lifted(path: Path, steps: int) -> RoughPath:
     grid = np.linspace(0.0, 1.0, steps + 1)
     knots = _knots(path, grid)
-    places, weights = np.polynomial.legendre.leggauss(NUM_NODES)
+    nodes, weights = np.polynomial.legendre.leggauss(NUM_NODES)
     width = np.diff(knots)
-    inside = knots[:-1, None] + width[:, None] * (places + 1) / 2
+    inside = knots[:-1, None] + width[:, None] * (nodes + 1) / 2
     at = lambda function, s: jnp.moveaxis(jax.vmap(function)(jnp.asarray(s.ravel())), 0, -2)
     values = at(lambda s: path.evaluate(s * path.t1), knots)
     shape = (*values.shape[:-2], *inside.shape, values.shape[-1])
     between = jnp.reshape(at(lambda s: path.evaluate(s * path.t1), inside), shape) - values[..., :-1, None, :]
     slopes = jnp.reshape(at(path.unit_slope, inside), shape)
-    rule = jnp.asarray(width[:, None] * weights / 2, values.dtype)
-    areas = jnp.einsum("nq,...nqi,...nqj->...nij", rule, between, slopes)
+    scaled = jnp.asarray(width[:, None] * weights / 2, values.dtype)
+    areas = jnp.einsum("nq,...nqi,...nqj->...nij", scaled, between, slopes)
     rough = RoughPath(path.t1 * jnp.asarray(knots, values.dtype), jnp.diff(values, axis=-2), areas)
     return rough if len(knots) == len(grid) else rough.restricted(np.searchsorted(knots, grid))
 
 
 def _knots(path: Path, grid: np.ndarray) -> np.ndarray:
     """The times of the grid and, between them, the ends of linear pieces or, for a smooth path, enough times
-    to resolve its waves."""
+    to resolve its oscillations."""
     jumps = path.driver.jumps
     if not jumps.size:
         parts = -(-path.driver.num_functions // (len(grid) - 1))
@@ -256,8 +256,8 @@ def brownian_lift(
 
     In each interval of length h the path is expanded in n = `num_functions` Legendre polynomials, whose areas
     have a closed form (Kuznetsov 1997; Foster & Habermann 2023). The remainder of each area, of variance
-    h²/(4(2n − 1)), is replaced by an independent normal number (Wiktorsson 2001). Areas then have variance
-    h²/4 for every n, and increments are exact. `.ito()` is the Itô lift.
+    h²/(4(2n − 1)), is replaced by an independent normal variable (Wiktorsson 2001). Areas then have variance
+    h²/4 for every n, and increments are exact. `.ito()` converts the result to the Itô lift.
 
     ```python
     import jax
@@ -278,7 +278,7 @@ def brownian_lift(
 def _drawn(
     key_path: PRNGKeyArray, key_rest: PRNGKeyArray, batch: tuple[int, ...], n: int, m: int, h: float
 ) -> tuple[Array, Array]:
-    """Increments and areas of intervals of length h."""
+    """Draw increments and areas on intervals of length h."""
     omega = jax.random.normal(key_path, (*batch, n, m))
     areas = _polynomial_areas(omega) + _rest(key_rest, batch, n, m)
     increments = omega[..., 0, :]

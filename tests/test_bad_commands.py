@@ -188,7 +188,7 @@ TUNE = [
     ("tune targets:bell", "--out"),
     ("tune targets --out d.csv", "targets"),
     ("tune :bell --out d.csv", "bell"),
-    ("tune nomodule:f --out d.csv", "there is no module nomodule"),
+    ("tune nomodule:f --out d.csv", "no module nomodule is installed"),
     ("tune targets:nothing --out d.csv", "targets has no nothing"),
     ("tune targets:NUMBER --out d.csv", "targets:NUMBER is a int"),
     ("tune broken:f --out d.csv", "importing broken failed"),

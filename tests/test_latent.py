@@ -301,9 +301,9 @@ def test_bad_series_are_refused_in_one_line(times, values, message):
 def test_bad_arguments_are_refused(fitted):
     with pytest.raises(ValueError, match="dimension must be a positive whole number"):
         rf.fit_latent(TIMES, VALUES, dimension=0, key=KEY)
-    with pytest.raises(ValueError, match="inputs must be one entry per series, or one for all: got 2 for 12"):
+    with pytest.raises(ValueError, match="one entry per series, or one for all: got 2 for 12 series"):
         rf.fit_latent(TIMES, VALUES, dimension=2, key=KEY, inputs=[jnp.sin, jnp.cos])
-    with pytest.raises(ValueError, match="times is a function that draws series: omit values"):
+    with pytest.raises(ValueError, match="times is a function: omit values"):
         rf.fit_latent(lambda size, rng: (TIMES, VALUES), VALUES, dimension=2, key=KEY)
     drawn = Drawn(lambda size, rng: (TIMES, VALUES), None, np.zeros(4), 8)
     with pytest.raises(ValueError, match="a series has 12 observations, but may have at most 8, as in the"):
@@ -315,5 +315,5 @@ def test_bad_arguments_are_refused(fitted):
         rf.fit_latent(TIMES, VALUES, dimension=2, key=KEY, sde=thin)
     with pytest.raises(ValueError, match="values have 3 columns, but the model has 4"):
         fitted.model.log_likelihood([0.0, 1.0], np.ones((2, 3)), key=KEY)
-    with pytest.raises(ValueError, match="pass one series, got 2"):
+    with pytest.raises(ValueError, match="pass one series at a time, got 2"):
         fitted.model.smoothed(TIMES[:2], VALUES[:2], key=KEY)

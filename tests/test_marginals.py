@@ -79,7 +79,7 @@ def test_knots_that_make_no_map_are_refused():
     line = np.array([[-1.0, 1.0]])
     with pytest.raises(ValueError, match="must increase"):
         rf.tables.Marginals(line[:, ::-1], line, np.ones((1, 2)))
-    with pytest.raises(ValueError, match="one shape"):
+    with pytest.raises(ValueError, match="must have the same shape"):
         rf.tables.Marginals(line, line, np.ones((1, 3)))
 
 

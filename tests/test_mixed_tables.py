@@ -231,7 +231,7 @@ TEXTS = np.array([["a", 1.0], ["b", 2.0], ["a", 3.0]] * 10, object)
             {"types": {"x2": "number"}},
             "types must be continuous, integer, category, zero-inflated; column 'x2'",
         ),
-        (TEXTS, {"types": {"y": "integer"}}, "types has a column 'y'; the table has x1, x2"),
+        (TEXTS, {"types": {"y": "integer"}}, "types has an unknown column 'y'; the table has x1, x2"),
         (TEXTS, {"weights": [1.0, -1.0]}, "weights must be 30 non-negative numbers"),
         (
             np.array([[str(i), i] for i in range(40)], object),

@@ -96,7 +96,7 @@ def test_missing_values_of_all_kinds_are_longer_gaps(kind):
 
 
 BAD = {
-    "NaT": (pd.DatetimeIndex(["2020-01-01", None, "2020-01-03", "2020-01-04"]), X, "number 1 is NaT"),
+    "NaT": (pd.DatetimeIndex(["2020-01-01", None, "2020-01-03", "2020-01-04"]), X, r"times\[1\] is NaT"),
     "a masked time": (np.ma.masked_equal([1, 2, 3, 4], 3), X, "times must be finite"),
     "None as a time": ([DATES[0], None, *DATES[2:]], X, "got NoneType and date"),
     "dates and numbers": ([DATES[0], 1, *DATES[2:]], X, "got dates and numbers"),

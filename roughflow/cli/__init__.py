@@ -59,7 +59,7 @@ def _run(argv: list[str]) -> int:
     from .files import look_at_input
 
     look_at_input(arguments)
-    # Imported late, because JAX is slow to import, so that --help and errors in options or tables appear at
+    # JAX is imported late, because it is slow to import; --help and errors in options or tables appear at
     # once.
     with starting():
         importlib.import_module("roughflow.train")
@@ -76,7 +76,8 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
 
 
 def _check_devices(arguments: argparse.Namespace) -> None:
-    """Raise an error if JAX finds no device. If there are several processes, connect to the others first."""
+    """Raise an error if JAX finds no device. With --join this is not checked, because the processes must
+    connect first."""
     from roughflow.train import check_backend
 
     from .startup import devices_of_cpu

@@ -42,7 +42,7 @@ _size = _number(float, lambda v: v >= 0, "best, or a number of at least 0")
 
 
 def _by_column(text: str, value: Callable[[str], Any], example: str) -> dict[str, Any]:
-    """Values by column name: A=VALUE,B=VALUE."""
+    """Parse values by column name, as in A=VALUE,B=VALUE."""
     parts = [part.rpartition("=") for part in text.split(",")]
     names = [name.strip() for name, _, _ in parts]
     try:
@@ -93,7 +93,7 @@ def as_start(text: str) -> dict[str, float]:
 
 
 def as_process(text: str) -> tuple[str, int, int]:
-    """The address of the first process, the index of this process, and the number of processes."""
+    """Parse the address of the first process, the index of this process, and the number of processes."""
     try:
         address, which, count = text.split(",")
         if ":" not in address or not 0 <= int(which) < int(count):
@@ -131,7 +131,7 @@ ESTIMATE_EXAMPLE = "estimate rates.csv --time date --value rate --model cir --sc
 
 
 def _series_options(parser: argparse.ArgumentParser) -> None:
-    """Options for the series, and for how the model produces it."""
+    """Add options for the series and for its model."""
     parser.add_argument(
         "data",
         type=Path,
@@ -177,7 +177,7 @@ def _series_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _hidden_options(parser: argparse.ArgumentParser) -> None:
-    """Options for hidden components, counts, inputs, and parameters."""
+    """Add options for hidden components, counts, inputs and parameters."""
     parser.add_argument(
         "--hidden",
         type=as_names,
@@ -195,7 +195,7 @@ def _hidden_options(parser: argparse.ArgumentParser) -> None:
         "--inputs",
         type=Path,
         metavar="FILE",
-        help="table of the inputs of compartments: the column of --time and one column per input, which is "
+        help="table of inputs for compartments: the column of --time and one column per input, which is "
         "constant from one time to the next",
     )
     parser.add_argument(
@@ -265,7 +265,7 @@ commands:
                 roughflow tune model:log_density --dimension 2 --out draws.csv
   estimate    fit a named SDE to a time series, with standard errors
                 roughflow estimate rates.csv --time date --value rate --model cir
-  reproduce   draw the figures of Hodgkinson et al. (2020), with their numbers
+  reproduce   reproduce the figures of Hodgkinson et al. (2020), and print their metrics
                 roughflow reproduce fig1 --out figures
 """
 TABLES = (
@@ -300,7 +300,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises errors in one line, where argparse would print several."""
+    """A parser whose errors have one line, where argparse would print several."""
 
     def error(self, message: str) -> NoReturn:
         raise Refused(f"{message} (see {self.prog} --help)")
@@ -345,8 +345,8 @@ def _fit(commands) -> None:
     parser.add_argument(
         "--groups",
         metavar="A",
-        help="column of group numbers, which is not modelled: training and validation rows never share a "
-        "group",
+        help="column of group numbers, which is not modelled: rows of one group are never split between "
+        "training and validation",
     )
     _fit_model(parser)
     _fit_training(parser)
@@ -418,7 +418,7 @@ def _fit_training(parser: argparse.ArgumentParser) -> None:
     number(
         "--outliers",
         as_share,
-        "share of training rows with large noise; default: 0.02 for four or more columns, else 0",
+        "fraction of training rows with large noise; default: 0.02 for four or more columns, else 0",
     )
     number("--steps", as_count, "steps of the regression stage; default: 20000, fewer for few rows")
     number(
@@ -429,7 +429,7 @@ def _fit_training(parser: argparse.ArgumentParser) -> None:
     number(
         "--seconds",
         as_positive,
-        "limit on the time after compilation, in seconds, instead of a number of steps",
+        "time budget after compilation, in seconds, instead of a number of steps",
     )
     number(
         "--width",
@@ -439,12 +439,12 @@ def _fit_training(parser: argparse.ArgumentParser) -> None:
     number("--depth", as_count, "depth of the network; default: 3, or 4 for a million cells or more")
     add("--batch-size", as_count, 512, "number of rows in each step of the regression")
     add("--learning-rate", as_positive, 2e-3, "learning rate of the regression")
-    add("--validation", as_share, 0.1, "share of validation rows, 0 for none")
+    add("--validation", as_share, 0.1, "fraction of the rows to use for validation, 0 for none")
     add(
         "--patience",
         as_whole_number,
         5,
-        "number of validation checks without improvement after which a stage ends, 0 for no limit",
+        "number of validation checks without improvement before a stage ends, 0 for no early stopping",
     )
 
 

@@ -35,14 +35,14 @@ def checkpoint_of(out: Path) -> Path:
 
 
 def rows_of(checkpoint: Path) -> Path:
-    """The file with the rows that a command has written so far."""
+    """The path of the file with the rows that a command has written so far."""
     return checkpoint.with_name(checkpoint.name + ".rows")
 
 
 @contextlib.contextmanager
 def alone(arguments: argparse.Namespace) -> Iterator[None]:
-    """Raise an error if another run is writing the same file. At the end, delete the notes of a run that
-    cannot be resumed."""
+    """Raise an error if another run is writing the same file. At the end, delete the records of a run that
+    has no checkpoint to resume from."""
     message = f"another run is writing {arguments.out}: wait for it, or choose another --out{see('two-runs')}"
     checkpoint = checkpoint_of(arguments.out)
     with file_lock(arguments.out, message):
@@ -72,8 +72,7 @@ def check_checkpoint(checkpoint: Path, arguments: argparse.Namespace) -> None:
             was, given = (_option_text(name, options.get(name)) for options in (before, now))
             raise Refused(
                 f"{checkpoint} holds a run {was}, but this run is {given}: use the same options to resume, "
-                f"or "
-                f"--force to start again{see('checkpoints')}"
+                f"or --force to start again{see('checkpoints')}"
             )
 
 
@@ -106,7 +105,7 @@ def _notes(checkpoint: Path) -> Path:
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All options that a run depends on, except its data, for JSON."""
+    """All options that a run depends on, except its data, as JSON values."""
     options = {name: value for name, value in vars(arguments).items() if name not in UNCOMPARED_OPTIONS}
     return json.loads(json.dumps(options))
 
@@ -124,9 +123,10 @@ NOTE_FIELDS = ("chunks", "rows", "size", "digest")
 
 
 class KeptRows:
-    """Writes a table, computed from another table and other files, in chunks, so that the run can be resumed.
+    """Writes a table in chunks, so that the run can be resumed. The rows are computed from another table and
+    other files.
 
-    The checkpoint records the number of bytes of complete chunks and a digest of all input. A resumed run
+    The checkpoint records the size in bytes of the complete chunks and a digest of all input. A resumed run
     reads the same input again and compares the digest.
     """
 
@@ -139,7 +139,7 @@ class KeptRows:
         self._read: deque[str] = deque()  # digests of chunks that were read but not yet written
 
     def reading(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        """The chunks that have not been written yet."""
+        """Skip the chunks that have been written; return an iterator over the others."""
         seen = self._seen(chunks)
         for _ in range(self.chunks):
             next(seen, None)
@@ -157,7 +157,7 @@ class KeptRows:
         return notes["extra" if "extra" in notes else "told"]  # "told" was the name before version 0.2
 
     def add(self, columns: Sequence[np.ndarray], extra: dict[str, Any]) -> None:
-        """Write one more chunk, and store notes for a resumed run."""
+        """Write one more chunk, and store the notes `extra` for a resumed run."""
         rows = rows_of(self.checkpoint)
         rows.parent.mkdir(parents=True, exist_ok=True)
         with rows.open("r+b" if self.chunks else "wb") as file:
@@ -176,7 +176,7 @@ class KeptRows:
             draft.write_text(json.dumps(notes | {"extra": extra}), encoding="utf-8")
 
     def finish(self) -> None:
-        """Move the finished table to its place and delete the checkpoint."""
+        """Move the finished table to the output path and delete the checkpoint."""
         with rf.files.whole_file(self.out) as draft:
             shutil.move(rows_of(self.checkpoint), draft)
         remove(self.checkpoint)

@@ -23,7 +23,7 @@ from .startup import Refused
 from .tables import write_table
 
 FIGURES, NUMBERS, FORECAST = "estimate.png", "estimate.json", "forecast.csv"
-UNIT_INTERVAL_MODELS = {"jacobi"}  # models of values between 0 and 1
+UNIT_INTERVAL_MODELS = {"jacobi"}  # models for values between 0 and 1
 POSITIVE_MODELS = {"gbm", "cir", "ckls", "cev"} | UNIT_INTERVAL_MODELS
 EFFORT_FIELDS = ("num_functions", "num_paths", "num_steps")
 AIC_TIE = 0.5  # models whose AIC differs by less are tied
@@ -100,7 +100,7 @@ def _estimate(arguments: argparse.Namespace, series: Series, plots: Any) -> int:
 def _forecast(
     arguments: argparse.Namespace, series: Series, result: rf.FittedSDE, ahead: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Forecast columns by name: the times as text, and the quantiles."""
+    """The columns of the forecast by name: the times as text, and the quantiles."""
     key = jax.random.fold_in(jax.random.key(arguments.seed), 2)
     options = {"num_paths": FORECAST_PATHS, "parameter_uncertainty": arguments.parameter_uncertainty}
     try:
@@ -184,7 +184,7 @@ def _model(name: str, arguments: argparse.Namespace, series: Series) -> tuple[An
     seen = tuple(i for i, one in enumerate(components) if one not in hidden)
     if len(seen) != values.shape[1]:
         wanted = ", ".join(components[i] for i in seen)
-        raise ValueError(f"--value must name a column for {wanted or 'something observed'}")
+        raise ValueError(f"--value must name a column for {wanted or 'at least one observed component'}")
     options: dict[str, Any] = {}
     states = np.full((len(values), len(components)), np.nan)
     states[:, seen] = values
@@ -196,8 +196,8 @@ def _model(name: str, arguments: argparse.Namespace, series: Series) -> tuple[An
     else:
         values = states
     if arguments.initial is not None:
-        unknown = components if arguments.observe or arguments.measurement_noise else hidden
-        options["initial"] = _initial(arguments.initial, [one for one in components if one in unknown])
+        unobserved = components if arguments.observe or arguments.measurement_noise else hidden
+        options["initial"] = _initial(arguments.initial, [one for one in components if one in unobserved])
     if name == "compartments":
         if arguments.inputs is None:
             raise ValueError("--inputs FILE is missing")
@@ -209,17 +209,21 @@ def _model(name: str, arguments: argparse.Namespace, series: Series) -> tuple[An
     return _start(kind, times, states, arguments.start), times, values, options
 
 
-def _initial(given: str | dict[str, float], unknown: list[str]) -> str | list[float]:
-    """The argument `initial`: initial values of the components that are not observed exactly."""
+def _initial(given: str | dict[str, float], unobserved: list[str]) -> str | list[float]:
+    """The argument `initial` of `rf.fit_sde`: initial values of the components that are not observed
+    exactly."""
     if isinstance(given, str):
         return given
-    if set(given) != set(unknown):
-        raise ValueError("--initial needs " + ",".join(f"{name}=…" for name in unknown) + ", or stationary")
-    return [given[name] for name in unknown]
+    if set(given) != set(unobserved):
+        raise ValueError(
+            "--initial needs " + ",".join(f"{name}=…" for name in unobserved) + ", or stationary"
+        )
+    return [given[name] for name in unobserved]
 
 
 def _start(kind: type[rf.series.AbstractNamedSDE], times: Any, states: np.ndarray, given: dict) -> Any:
-    """The SDE with starting values: those given, and otherwise values from the moments of the series."""
+    """The SDE with its starting values: those of --start, and for other parameters values from the moments of
+    the series."""
     names = [field.name for field in dataclasses.fields(kind)]
     if unknown := set(given) - set(names):
         raise ValueError(f"--start takes {', '.join(names)}; got {', '.join(sorted(unknown))}")
@@ -289,13 +293,13 @@ def _best(compared: dict[str, rf.FittedSDE | str]) -> str:
 
 
 def _whys(compared: dict[str, rf.FittedSDE | str]) -> list[tuple[str, str]]:
-    """Remarks on the models, as pairs of a name and a text."""
+    """For each model with a warning or a failed fit, its name and the reason."""
     remarks = {name: r if isinstance(r, str) else r.warning for name, r in compared.items()}
     return [(name, why) for name, why in remarks.items() if why]
 
 
 def _comparison(compared: dict[str, rf.FittedSDE | str]) -> str:
-    """A table of the fits, sorted by AIC with unreliable fits last, followed by remarks."""
+    """A table of the fits, sorted by AIC with unreliable fits last, followed by warnings."""
     reliable, tied = _reliable(compared), _tied(compared)
     fits = reliable | {name: r for name, r in compared.items() if isinstance(r, rf.FittedSDE)}
     marks = dict.fromkeys(fits, "  see below") | dict.fromkeys(reliable, "")

@@ -1,4 +1,4 @@
-"""`roughflow demo` and `roughflow reproduce`: the experiments, from the command line."""
+"""`roughflow demo` and `roughflow reproduce`: run the experiments from the command line."""
 
 import argparse
 from pathlib import Path
@@ -43,7 +43,7 @@ def _experiments(out: Path) -> Any:
 
 
 def _print_metrics(metrics: dict[str, Any], out: Path, indent: str = "") -> None:
-    """Metrics by name, one per line; nested ones are indented."""
+    """Print metrics by name, one per line, with nested ones indented."""
     for name, value in metrics.items():
         if isinstance(value, dict):
             print(f"{indent}{name}")

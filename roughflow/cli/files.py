@@ -101,7 +101,7 @@ def look_at_input(arguments: argparse.Namespace) -> None:
 
 
 def wanted_columns(arguments: argparse.Namespace) -> list[str] | None:
-    """The columns that --columns, --given and --groups name; None for all."""
+    """The columns that --columns, --given and --groups name; None for all columns."""
     if arguments.columns is None:
         return None
     group = [] if arguments.groups is None else [arguments.groups]
@@ -138,8 +138,8 @@ def columns_of(
 def chunks_for(
     model: "rf.tables.Standardised | rf.tables.WithRelations | rf.tables.MixedDensity", path: Path, size: int
 ) -> tuple[int, Iterator[np.ndarray]]:
-    """The number of rows of a table, and the rows, `size` at a time, with the columns of the model. Columns
-    are matched by name if both have names, otherwise by position."""
+    """The number of rows of a table, and an iterator over chunks of `size` rows with the columns of the
+    model. Columns are matched by name if both have names, otherwise by position."""
     by_name = model.columns and path.suffix.lower() != ".npy"
     wanted = model.columns if by_name else None
     if isinstance(model, rf.tables.MixedDensity):

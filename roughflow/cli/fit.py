@@ -64,8 +64,8 @@ SAMPLED_ROWS = 100_000  # number of rows of a table on disk that are checked and
 
 @dataclass(frozen=True)
 class FitRows:
-    """The rows to fit: names of the columns, with given columns last; the total number of rows; the rows, or
-    a sample if they are `on_disk`; and the group of each row, if there are groups."""
+    """The rows to fit: the column names, with given columns last; the total number of rows; the rows, or a
+    sample of a table on disk; and the group of each row, if there are groups."""
 
     columns: tuple[str, ...]
     num_given: int
@@ -249,8 +249,7 @@ def _fit(arguments: argparse.Namespace, rows: FitRows, checkpoint: Path) -> rf.F
 
 
 def _check_rows(arguments: argparse.Namespace, rows: FitRows, notes: list[str]) -> None:
-    """Raise an error that names the columns if the rows have no density. Warn of columns with few significant
-    digits."""
+    """Raise an error if there are fewer than two rows. Warn about columns with few significant digits."""
     path = table_name(arguments.data)
     if rows.total < 2:
         raise Refused(f"{path} has 1 row: use at least two, preferably hundreds{see('no-density')}")

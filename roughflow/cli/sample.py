@@ -1,5 +1,4 @@
-"""`roughflow sample` and `roughflow impute`: draw rows from a model, or draw the missing cells of given
-rows."""
+"""`roughflow sample` and `roughflow impute`: draw rows, or the missing cells of rows, from a model."""
 
 import argparse
 import sys

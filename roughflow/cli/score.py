@@ -31,7 +31,7 @@ class Tally:
 
     @staticmethod
     def of(notes: dict[str, Any]) -> "Tally":
-        """Restore the statistics from notes."""
+        """Restore the statistics from their notes."""
         warnings = Warnings()
         warnings.size = notes["count"]
         warnings.found = {name: (count, text) for name, (count, text) in notes["found"].items()}
@@ -39,7 +39,7 @@ class Tally:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """The statistics as notes for JSON."""
+        """The statistics as JSON values, to be stored in a checkpoint."""
         return {
             "count": self.count,
             "mean": self.mean,
@@ -48,7 +48,7 @@ class Tally:
         }
 
     def add(self, estimate: rf.Estimate) -> None:
-        """Add log-densities: merge mean and squared deviations of two sets (Chan et al. 1979)."""
+        """Add log-densities by merging the means and squared deviations of two sets (Chan et al. 1979)."""
         self.warnings.add(estimate)
         values = np.asarray(estimate.log_prob, float)
         with np.errstate(invalid="ignore"):
@@ -84,8 +84,8 @@ def score(arguments: argparse.Namespace) -> int:
 
 
 def _to_file(arguments: argparse.Namespace, out: Path) -> int:
-    """Score in chunks and record the progress, because a large table may take hours and the run may be
-    interrupted."""
+    """Score the rows in chunks and record the progress, because a large table may take hours and the run may
+    be interrupted."""
     checkpoint = checkpoint_of(out)
     check_checkpoint(checkpoint, arguments)
     model = read_model(arguments.model)
@@ -112,8 +112,8 @@ def _estimates(
     first: int,
     tally: Tally,
 ) -> Iterator[rf.Estimate]:
-    """Estimates for all rows. The random numbers of a row depend only on the seed and the index of the row in
-    the file."""
+    """Yield estimates for all rows, chunk by chunk. The random numbers of a row depend only on the seed and
+    the index of the row in the file."""
     estimates = rf.tables.estimate_chunks(
         model,
         chunks,

@@ -33,8 +33,8 @@ MIN_VALUES = 3  # minimum number of values, for two transitions
 
 @dataclass(frozen=True)
 class Series:
-    """A time series: `times` `(N,)`, numbers or dates (in UTC if they have a time zone), and `values` `(N,
-    c)`, NaN if missing."""
+    """A time series: `times`, `(N,)`, are numbers or dates (in UTC if they have a time zone); `values`,
+    `(N, c)`, are NaN if missing."""
 
     times: np.ndarray
     values: np.ndarray
@@ -49,7 +49,7 @@ class Series:
         return int(np.isnan(self.values).sum())
 
     def observed(self) -> tuple[np.ndarray, np.ndarray]:
-        """The rows with an observation."""
+        """The times and values of the rows with at least one observation."""
         there = ~np.isnan(self.values).all(axis=1)
         return self.times[there], self.values[there]
 
@@ -59,7 +59,7 @@ class Series:
         return text + "Z" if self.zoned else text.removesuffix("T00:00:00")
 
     def times_ahead(self, text: str) -> np.ndarray:
-        """Forecast times, read from text with commas: dates, or numbers counted from the last time."""
+        """Parse comma-separated forecast times: dates, or numbers counted from the last time."""
         last, cells = self.observed()[0][-1], [cell.strip() for cell in text.split(",")]
         numbers = [number for cell in cells if (number := as_number(cell)) is not None]
         if len(numbers) == len(cells):
@@ -86,7 +86,7 @@ def read_series(path: Path, time: str, columns: Sequence[str], scale: float) -> 
 
 
 def read_inputs(path: Path, time: str) -> tuple[tuple[str, ...], Series]:
-    """The names and the values of all columns except the time."""
+    """Read a table of inputs: the names and the values of all columns except the time."""
     with open_lines(path) as source:
         names = tuple(name.strip() for name in next(iter(source), []) if name.strip() != time)
     found = _read_columns(path, time, names)
@@ -98,7 +98,7 @@ def read_inputs(path: Path, time: str) -> tuple[tuple[str, ...], Series]:
 def _read_columns(path: Path, time: str, columns: Sequence[str]) -> Series:
     if path != STANDARD:
         if not is_text(path):
-            raise Refused(f"{path}: a series must end in .csv, .tsv (or either with .gz)")
+            raise Refused(f"{path}: the file of a series must end in .csv, .tsv (or either with .gz)")
         check_readable(path)
     cells = list(read_cells(path, [time, *columns]))
     if not cells:
@@ -116,7 +116,8 @@ def _read_columns(path: Path, time: str, columns: Sequence[str]) -> Series:
 
 
 def _times(path: Path, name: str, lines: list[int], cells: list[str], faults: Faults) -> np.ndarray:
-    """Dates if the first cell is a date, else numbers."""
+    """Parse the times: dates if the first cell is a date, else numbers. Invalid cells are added to
+    `faults`."""
     zoned = _zoned(cells[0])
     if zoned is not None:
         dates = [_date(cell) for cell in cells]
@@ -145,7 +146,7 @@ def _zoned(cell: str) -> bool | None:
 
 
 def _date(cell: str) -> np.datetime64:
-    """A date, in UTC if it has a time zone; NaT if it is invalid."""
+    """Parse a date, in UTC if it has a time zone; NaT if it is invalid."""
     try:
         if _zoned(cell):
             moment = datetime.datetime.fromisoformat(cell).astimezone(datetime.UTC)

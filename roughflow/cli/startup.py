@@ -1,6 +1,6 @@
-"""The process: exit codes, signals, settings made before JAX is imported, devices (`--devices`), and several
-cooperating processes (`--join`). JAX is imported inside functions, so that checks of the input run without
-it."""
+"""The process: exit codes, signals, settings that precede the import of JAX, devices (`--devices`), and
+several cooperating processes (`--join`). JAX is imported inside functions, so that checks of the input run
+without it."""
 
 import atexit
 import contextlib
@@ -44,8 +44,8 @@ CACHE_ALL_PROGRAMS = {
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Show on a terminal that the program is starting, until the block ends. Ctrl-C ends the program
-    immediately, because an exception raised while JAX is imported might be lost."""
+    """A context that shows on a terminal that the program is starting. Ctrl-C ends the program immediately,
+    because an exception raised while JAX is imported might be lost."""
     shown = sys.stderr.isatty()
     if shown:
         print("starting …", end="", file=sys.stderr, flush=True)
@@ -64,7 +64,8 @@ def stoppable() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _handled(number: signal.Signals, handler: Callable[..., None]) -> Iterator[None]:
-    """A context in which `handler` handles a signal. Only the main thread may set handlers."""
+    """A context in which `handler` handles a signal. It has no effect outside the main thread, which alone
+    may set handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -121,7 +122,7 @@ def cache_folder() -> Path:
 
 
 def _processor() -> str:
-    """A description of the processor; only processors with the same description share compiled programs."""
+    """A description of the processor; machines share compiled programs only if it is the same."""
     model = f"{platform.machine()} {platform.processor()}"
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -162,8 +163,8 @@ PROCESS_ENDED = (
 
 
 def devices_of_cpu(count: int | None) -> None:
-    """Split a CPU into several devices, if `count` is not None and JAX has not started yet. A `count` that is
-    too large is rejected later.
+    """Split the CPU into this number of devices, unless `count` is None or JAX has already started. A number
+    that is too large is rejected later.
 
     A single device hardly uses a second core, because the operations of a step are too small to be split.
     """

@@ -30,15 +30,15 @@ MAX_VALUE = 1e30  # single precision overflows at 3e38, and intermediate results
 
 @dataclass(frozen=True)
 class Table:
-    """A table of finite numbers, `(rows, columns)`. `named` is False if the column names are default
-    names."""
+    """A table `(rows, columns)` of finite numbers, or of objects from `read_mixed`. `named` is False if the
+    column names are default names."""
 
     columns: tuple[str, ...]
     rows: np.ndarray
     named: bool = True
 
     def chosen(self, path: Path, columns: Sequence[str]) -> "Table":
-        """A selection of columns, in this order."""
+        """The table with only these columns, in this order."""
         return Table(tuple(columns), self.rows[:, places_of(path, self.columns, columns)], self.named)
 
 
@@ -52,8 +52,8 @@ def counted(dimension: int) -> tuple[str, ...]:
 
 
 class Faults:
-    """Invalid lines: their number, and the first few of them. With `at_once`, the first invalid line raises
-    an error, for files that are processed while they are read."""
+    """Collects invalid lines: their number, the first few line numbers, and the first reason. With `at_once`,
+    the first invalid line raises an error, for files that are processed while they are read."""
 
     def __init__(self, path: Path, unit: str, at_once: bool = False):
         self.path, self.unit, self.at_once = path, unit, at_once
@@ -79,7 +79,7 @@ class Faults:
 
 
 def places_of(path: Path, there: Sequence[str], wanted: Sequence[str] | None) -> list[int]:
-    """The positions of the wanted columns in the header."""
+    """The indices of the wanted columns in the header."""
     places = {name: i for i, name in enumerate(there)}
     if len(places) < len(there):
         twice = next(name for i, name in enumerate(there) if places[name] > i)
@@ -137,7 +137,7 @@ def _kind(path: Path) -> str:
 
 
 def read_text(path: Path, columns: Sequence[str] | None) -> Table:
-    """The named columns in that order, or all of them."""
+    """Read the named columns of a text file in that order, or all of them."""
     with open_lines(path) as source:
         return _read(path, source, columns)
 
@@ -166,7 +166,7 @@ def text_chunks(
 
 
 def read_cells(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of each line, and the text in the named columns, in that order."""
+    """For each row, yield the line number and the text in the named columns, in that order."""
     faults = Faults(path, "line")
     with open_lines(path) as source:
         lines = iter(source)
@@ -179,7 +179,7 @@ def read_cells(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[s
 
 @contextlib.contextmanager
 def open_lines(path: Path) -> Iterator["_Lines"]:
-    """A context with the rows of a file, in which errors are reported in one line."""
+    """Open the rows of a text file in a context that reports reading errors in one line."""
     name = table_name(path)
     try:
         with _opened(path) as file:
@@ -196,7 +196,7 @@ def open_lines(path: Path) -> Iterator["_Lines"]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[str]]:
-    """The file as text, without a byte-order mark."""
+    """Open a file as text, without a byte-order mark."""
     if path == STANDARD:
         if sys.stdin is None or sys.stdin.isatty():
             raise Refused("standard input is empty: pass a table, as in `... < data.csv`")
@@ -231,7 +231,7 @@ class _Lines:
 
     @property
     def quote(self) -> str:
-        """A remark for error messages if a row spans several lines, else an empty string."""
+        """A note for error messages if a row spans several lines, else an empty string."""
         last = self.reader.line_num
         return (
             f", and a quoted cell that begins there ends on line {last} or not at all"
@@ -275,7 +275,8 @@ def _numbers(
     places: list[int],
     at_once: bool = False,
 ) -> Iterator[float]:
-    """The numbers in the rows after the header. After the last row, raise an error if rows are invalid."""
+    """Yield the numbers in the rows after the header. After the last row, raise an error if any row was
+    invalid."""
     faults = Faults(path, "line", at_once)
     for line in _whole(source, lines, header, faults):
         numbers = [as_number(line[i]) for i in places]
@@ -305,7 +306,7 @@ def _series(cell: str) -> str:
 def _whole(
     source: _Lines, lines: Iterator[list[str]], header: list[str], faults: Faults
 ) -> Iterator[list[str]]:
-    """The rows with one cell per column name; other rows are recorded as faults."""
+    """Yield the rows with one cell per column name, and add other rows to `faults`."""
     for line in lines:
         if len(line) == len(header):
             yield line
@@ -316,7 +317,7 @@ def _whole(
 
 
 def as_number(text: str) -> float | None:
-    """The number in a cell, or None. Unlike Python, do not accept underscores, as in 1_000."""
+    """The number in a cell, or None. Unlike in Python, underscores, as in 1_000, are not accepted."""
     try:
         return None if "_" in text else float(text)
     except ValueError:
@@ -340,7 +341,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Table:
 
 
 def read_mixed(path: Path, columns: Sequence[str] | None) -> Table:
-    """Read a table with text and missing cells: a column contains numbers or text, and None for missing
+    """Read a table with text and missing cells: each column contains numbers or text, with None for missing
     cells."""
     if path == STANDARD or is_text(path):
         if path != STANDARD:
@@ -404,7 +405,8 @@ def _stored_columns(path: Path, columns: Sequence[str] | None) -> tuple[tuple[st
 def read_chunks(
     path: Path, columns: Sequence[str] | None, size: int
 ) -> tuple[tuple[str, ...], int, Iterator[np.ndarray]]:
-    """The names, the number of rows, and the rows, `size` at a time; large files are read lazily."""
+    """The names, the number of rows, and an iterator over chunks of `size` rows; large files are read
+    lazily."""
     if path == STANDARD or not path.is_file() or path.stat().st_size < LARGE_FILE:
         table = read_table(path, columns)
         return table.columns, len(table.rows), _parts([table.rows], size)
@@ -425,7 +427,7 @@ def read_chunks(
 def table_on_disk(
     path: Path, columns: Sequence[str] | None, given: Sequence[str]
 ) -> "rf.tables.ParquetTable | None":
-    """A Parquet file that is too large for memory, else None."""
+    """A `ParquetTable` if the file is a Parquet file too large to be read into memory, else None."""
     if path.suffix.lower() != ".parquet" or not path.is_file() or path.stat().st_size < LARGE_FILE:
         return None
     from roughflow.tables import parquet_file
@@ -437,7 +439,7 @@ def table_on_disk(
 
 
 def _parts(blocks: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """The rows of the blocks, `size` at a time."""
+    """Yield the rows of the blocks, `size` at a time."""
     rest: list[np.ndarray] = []
     for block in blocks:
         rows = np.concatenate([*rest, block])
@@ -527,8 +529,8 @@ def write_table(path: Path | None, header: Sequence[str], blocks: Iterable[Seque
 
 
 def table_bytes(path: Path, columns: Sequence[np.ndarray], header: Sequence[str] | None) -> bytes:
-    """Rows as bytes of the file `path`, with or without a header. Several gzip
-    members form one valid file, so parts can simply be joined."""
+    """The bytes that represent the rows in the file `path`, with or without a header. Parts of a compressed
+    file can simply be joined, because several gzip members form one valid file."""
     text = io.StringIO(newline="")
     _write_rows(text, path, [] if header is None else [header])
     _write_rows(text, path, _cells(columns))

@@ -87,7 +87,7 @@ def _target(name: str) -> Any:
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise Refused(f"{name}: there is no module {error.name} in the current folder or installed") from None
+        raise Refused(f"{name}: no module {error.name} is installed or in the current folder") from None
     except (Exception, SystemExit) as error:
         raise Refused(f"{name}: importing {module} failed: {type(error).__name__}: {_first(error)}") from None
     target: Any = getattr(found, function, None)
@@ -99,7 +99,7 @@ def _target(name: str) -> Any:
 
 
 def _start(target: Any, arguments: argparse.Namespace, key) -> jax.Array:
-    """Starting points of the chains, random around zero or around the attribute `start` of the target."""
+    """Draw the starting points of the chains around zero, or around the attribute `start` of the target."""
     name = arguments.target
     dimension = arguments.dimension or getattr(target, "dimension", None)
     if dimension is None:
@@ -121,7 +121,7 @@ def _start(target: Any, arguments: argparse.Namespace, key) -> jax.Array:
         ) from None
     if value.shape != ():
         raise Refused(f"{name} must return one number for z, got shape {value.shape}")
-    _check_places(target, name, np.asarray(start[0]))
+    _check_indices(target, name, np.asarray(start[0]))
     if not np.any(np.isfinite(jax.vmap(target)(start))):
         raise Refused(
             f"{name} is not finite where the chains start, around {np.asarray(centre).tolist()}: give it an "
@@ -130,7 +130,7 @@ def _start(target: Any, arguments: argparse.Namespace, key) -> jax.Array:
     return start
 
 
-def _check_places(target: Any, name: str, z: np.ndarray) -> None:
+def _check_indices(target: Any, name: str, z: np.ndarray) -> None:
     """Detect out-of-range indices, which JAX clamps, by calling the function with NumPy arrays."""
     try:
         with np.errstate(all="ignore"):
@@ -174,7 +174,7 @@ def _report(arguments: argparse.Namespace, tuned: rf.mcmc.Tuned, chain: rf.mcmc.
 
 
 def _quality(chain: rf.mcmc.Chain) -> None:
-    """Effective sample size and R-hat, if ArviZ is installed and there are enough draws."""
+    """Print the effective sample size and R-hat, if ArviZ is installed and there are enough draws."""
     if chain.samples.shape[1] < 4:
         return
     with warnings.catch_warnings():

@@ -111,8 +111,8 @@ class AbstractDriver(eqx.Module):
         """Coefficients `(..., 2n, m)` of a path of the driver `refined()` whose projection on this
         driver has the given coefficients.
 
-        `more` has the shape `(..., n, m)` of `coefficients` and holds new standard normal numbers. This
-        default is for drivers whose refinement only adds functions.
+        `more` has the shape `(..., n, m)` of `coefficients` and contains new standard normal coefficients.
+        This default is for drivers whose refinement only adds functions.
         """
         return jnp.concatenate([coefficients, more], axis=-2)
 
@@ -198,7 +198,7 @@ class Path(diffrax.AbstractPath):
         return self.coefficients.shape[-1]
 
     def evaluate(self, t0: ArrayLike, t1: ArrayLike | None = None, left: bool = True) -> Array:
-        """B(t0), shape `(..., m)`; or the increment B(t1) − B(t0)."""
+        """B(t0), shape `(..., m)`; if `t1` is given, the increment B(t1) − B(t0)."""
         if t1 is not None:
             return self.evaluate(t1, left=left) - self.evaluate(t0, left=left)
         value = self.driver.value(jnp.asarray(t0) / self.t1, self.coefficients)

@@ -198,7 +198,8 @@ NEGLIGIBLE_VARIANCE = 1e-10  # relative to the largest variance: smaller varianc
 
 
 class AbstractPolynomials(AbstractDriver):
-    """Ḃ = Σⱼ aⱼ eⱼ in orthonormal polynomials eⱼ, with a = `root` ω for standard normal coefficients ω."""
+    """A driver with Ḃ = Σⱼ aⱼ eⱼ for orthonormal polynomials eⱼ, where a = `root` ω and the coefficients ω
+    are standard normal."""
 
     @property
     @abc.abstractmethod
@@ -215,10 +216,10 @@ class AbstractPolynomials(AbstractDriver):
         return jnp.einsum("...n,...nm->...m", basis, coefficients)
 
     def coefficients_of(self, knots: np.ndarray, increments: Array) -> Array:
-        """Coefficients ω of a path, from the coefficients a of the polynomials."""
-        places = jnp.asarray(knots)
-        means = jnp.diff(integrated_polynomials(places, self.num_functions), axis=0)
-        weights = jnp.asarray(np.linalg.pinv(self.root)) @ (means / jnp.diff(places)[:, None]).T
+        """The coefficients ω of a path, computed from the coefficients a of the polynomials."""
+        times = jnp.asarray(knots)
+        means = jnp.diff(integrated_polynomials(times, self.num_functions), axis=0)
+        weights = jnp.asarray(np.linalg.pinv(self.root)) @ (means / jnp.diff(times)[:, None]).T
         return jnp.einsum("nk,k...m->...nm", weights, increments)
 
     @property
@@ -304,12 +305,12 @@ def derivatives(s: np.ndarray, count: int) -> np.ndarray:
 
 
 def psd_root(matrix: np.ndarray) -> np.ndarray:
-    """Cholesky factor of a matrix that may be singular: pivots without variance are set to zero."""
-    root, least = np.zeros_like(matrix), NEGLIGIBLE_VARIANCE * np.max(np.abs(np.diag(matrix)))
+    """Cholesky factor of a matrix that may be singular: columns with negligible pivots are set to zero."""
+    root, threshold = np.zeros_like(matrix), NEGLIGIBLE_VARIANCE * np.max(np.abs(np.diag(matrix)))
     for k in range(len(matrix)):
         column = matrix[k:, k] - root[k:, :k] @ root[k, :k]
-        if column[0] < -1e3 * least:
+        if column[0] < -1e3 * threshold:
             raise ValueError("covariance must be positive semi-definite")
-        if column[0] > least:
+        if column[0] > threshold:
             root[k:, k] = column / np.sqrt(column[0])
     return root

@@ -76,7 +76,7 @@ class FractionalBrownian(AbstractDriver):
         return sum(both, jnp.zeros((), more.dtype))
 
     def coefficients_of(self, knots: np.ndarray, increments: Array) -> Array:
-        """Coefficients from the values of the path on the driver's grid."""
+        """The coefficients of a path, computed from its values on the driver's grid."""
         own = np.asarray(self.knots)
         share = np.clip((own[1:, None] - knots[:-1]) / np.diff(knots), 0, 1)
         weights = np.linalg.solve(_root(self.hurst, self.knots), np.diff(share, axis=0, prepend=0.0))
@@ -172,7 +172,7 @@ def _moments_root(hurst: float, count: int) -> np.ndarray:
     return psd_root(gram)
 
 
-CHUNK = 2**21  # number of complex numbers per transform, which fit in the cache
+CHUNK = 2**21  # number of complex numbers per batch of Fourier transforms, which fits in the cache
 
 
 def fractional_noise(
@@ -181,8 +181,8 @@ def fractional_noise(
     """Increments of fractional Brownian motion over `steps` equal steps of [0, t1], `(*shape, steps)`.
 
     The increments are exact and take O(n log n) operations, by circulant embedding (Davies & Harte 1987; Wood
-    & Chan 1994). A path of n steps depends on 2n normal numbers, so its log-density is not available; for
-    densities use `rf.FractionalBrownian`.
+    & Chan 1994). A path of n steps depends on 2n normal variables, so its log-density is not available; for
+    densities, use `rf.FractionalBrownian`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -218,7 +218,7 @@ def stationary_noise(autocovariance: np.ndarray, *, key: PRNGKeyArray, shape: tu
 
 @jit
 def _drawn(weights: Array, keys: Array, size: int) -> Array:
-    """Sequences, two per Fourier transform: its real and its imaginary part."""
+    """Draw sequences, two per Fourier transform: its real and its imaginary part."""
 
     def chunk(key: PRNGKeyArray) -> Array:
         parts = jax.random.normal(key, (2, size, weights.size), weights.dtype) * weights[None, None]

@@ -32,10 +32,10 @@ class Base(Protocol):
 
 @runtime_checkable
 class Whitened(Base, Protocol):
-    """A base with a map from standard normal numbers u of shape `(d,)` to its points.
+    """A base with a map from standard normal vectors u of shape `(d,)` to its points.
 
     Any smooth one-to-one map onto the support of the base is valid; the density is still given by `log_prob`.
-    The closer the distribution of the mapped numbers is to the base, the better. A base whose support is a
+    The closer the distribution of the mapped vectors is to the base, the better. A base whose support is a
     subset of Rᵈ needs this map, so that a search for starting points stays inside the support.
     """
 
@@ -45,7 +45,10 @@ class Whitened(Base, Protocol):
 class Normal(eqx.Module):
     """Independent normal distributions with trainable means and scales.
 
-    **Arguments:** `loc`, shape `(d,)`; `scale`, a number or shape `(d,)`.
+    **Arguments:**
+
+    - `loc`: the means, shape `(d,)`.
+    - `scale`: the standard deviations, a number or shape `(d,)`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -104,7 +107,10 @@ class Normal(eqx.Module):
 class MultivariateNormal(eqx.Module):
     """A normal distribution with trainable mean and covariance LLᵀ, where L is lower triangular.
 
-    **Arguments:** `loc`, shape `(d,)`; `covariance`, shape `(d, d)`, symmetric and positive definite.
+    **Arguments:**
+
+    - `loc`: the mean, shape `(d,)`.
+    - `covariance`: a symmetric, positive definite matrix, shape `(d, d)`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -162,8 +168,8 @@ class MultivariateNormal(eqx.Module):
 
 
 def dimension_of(base: Base) -> int:
-    """The dimension d of a base, whose points have shape `(d,)`. An object that is not a base raises an
-    error."""
+    """The dimension d of a base, whose points have shape `(d,)`. Raises an error if the object is not a
+    base."""
     if not isinstance(base, Base) or isinstance(base, type):
         raise TypeError(
             f"base must have the methods sample(*, key, shape=()) and log_prob(z), got {shown(base)}"
@@ -175,8 +181,8 @@ def dimension_of(base: Base) -> int:
 
 
 def some_points(base: Base, dimension: int, count: int = 32) -> Array:
-    """Starting points `(count, d)`. If the base has `from_normal`, they are computed from fixed numbers, so
-    that a compiled solve need not draw random numbers."""
+    """Starting points `(count, d)`. If the base has `from_normal`, they are computed from constants, so that
+    a compiled solve need not draw random numbers."""
     if isinstance(base, Whitened):
         numbers = np.random.default_rng(0).normal(size=(count, dimension))
         return jax.vmap(base.from_normal)(jnp.asarray(numbers))

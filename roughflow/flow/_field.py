@@ -77,7 +77,7 @@ class HutchinsonDivergence(AbstractDivergence):
     **Arguments:**
 
     - `num_probes`: number of probes to average over.
-    - `distribution`: `jax.random.rademacher` (default, least variance) or `jax.random.normal`.
+    - `distribution`: `jax.random.rademacher` (default, smallest variance) or `jax.random.normal`.
 
     Probes are drawn for each sample of each solve and stay constant during the solve, so that the field is a
     smooth function of time. Methods that use this divergence need a `key`.
@@ -118,7 +118,7 @@ class HutchinsonDivergence(AbstractDivergence):
 
 
 class NoDivergence(AbstractDivergence):
-    """No divergence, for samples without densities; returns zero."""
+    """Returns zero instead of the divergence, for samples without densities."""
 
     def draw(self, shape: tuple[int, ...], dimension: int, *, key: PRNGKeyArray | None) -> None:
         del key, shape, dimension
@@ -185,7 +185,7 @@ class Field(eqx.Module):
         return _guarded(self, s, z, start, slope_at)
 
     def split(self, size: int = 1) -> tuple["Field", "Field"]:
-        """This field for batches of `size`, and the axes to map over."""
+        """This field split into batches of `size`, and the axes to map over."""
         batched = [
             (lambda f: f.path.coefficients, self.path.coefficients.ndim == 3),
             (lambda f: f.path.t1, self.path.t1.ndim == 1),
@@ -217,7 +217,7 @@ class Field(eqx.Module):
 
 
 def batches(a: Array, size: int) -> Array:
-    """`(B, ...)` as batches of `size`, the last one padded with the first entries."""
+    """Split `(B, ...)` into batches of `size`; the last batch is padded with the first entries."""
     count = -(-len(a) // size)
     full = jnp.concatenate([a, a[: count * size - len(a)]]) if len(a) % size else a
     return jnp.reshape(full, (count, size, *a.shape[1:]))
@@ -244,7 +244,7 @@ def _guarded(
 
 @_guarded.def_jvp
 def _guarded_jvp(primals, tangents):
-    """Zero tangents for samples with errors.
+    """The derivative of `_guarded`, with zero tangents for samples with errors.
 
     A plain `where` would multiply zero by infinity, so the field is differentiated at a safe point for these
     samples, and the tangents are set to zero.
@@ -284,7 +284,7 @@ def split(key: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray]:
 
 
 def draw(source: AbstractDivergence | AbstractCorrection, key, batch, size: int) -> Array | None:
-    """Random numbers for a batch from one key, or from one key per sample."""
+    """Random signs or probes for a batch, drawn with one key or with one key per sample."""
     if key is None or not key.ndim:
         return source.draw(batch, size, key=key)
     return jax.vmap(lambda one: source.draw((), size, key=one))(key)

@@ -221,7 +221,7 @@ Solve = Callable[[Field, Array, Array | None], Outcome]
 
 
 def block_by_block(solve: Solve, field: Field, z: Array, fraction: Array | None) -> Outcome:
-    """The result of `solve(field, z, fraction)`. A large batch is solved in equal blocks, one after another.
+    """Return `solve(field, z, fraction)`, where a large batch is solved in equal blocks, one after another.
 
     The intermediate values of one block fit in the cache of a CPU, which makes the gradient of 10⁵ samples 20
     % faster. Blocks are not used with several devices, which would wait for each other.
@@ -250,13 +250,13 @@ class FixedGrid(AbstractIntegrator):
     **Arguments:**
 
     - `solver`: any explicit diffrax solver of order 2 or more, such as `diffrax.Heun()`,
-      `diffrax.Midpoint()`, `rf.flow.RK4()`, `diffrax.Dopri5()` (the default), `diffrax.Tsit5()`.
-      Euler's method is refused: on a random path it converges to the solution of another equation, the Itô
+      `diffrax.Midpoint()`, `rf.flow.RK4()`, `diffrax.Dopri5()` (the default), `diffrax.Tsit5()`. Euler's
+      method raises an error: on a random path it converges to the solution of another equation, the Itô
       equation with the Stratonovich drift.
-    - `steps`: number of steps over the horizon; by default enough to resolve the fastest wave of the driver.
-      A piecewise linear path is solved with at least one step per piece, and no step crosses a jump of its
-      slope. The default does not depend on the model and may be too small if the model is stiff: check the
-      `solver_error` of an estimate. `rf.fit` adapts the number of steps unless you set it.
+    - `steps`: number of steps over the horizon; by default enough to resolve the fastest oscillation of the
+      driver. A piecewise linear path is solved with at least one step per piece, and no step crosses a jump
+      of its slope. The default does not depend on the model and may be too small if the model is stiff: check
+      the `solver_error` of an estimate. `rf.fit` adapts the number of steps unless you set it.
     - `gradient`: `rf.flow.Backpropagation()` or `rf.flow.ConstantMemory()`.
     - `escape_rate`: a sample counts as escaped to infinity if, in one horizon, it would travel more than this
       many times the sum of its distance from the centre of the base and the spread of the process.
@@ -349,8 +349,9 @@ class FixedGrid(AbstractIntegrator):
         return jnp.minimum(jnp.expand_dims(times, range(1, 1 + fraction.ndim)), fraction[None])
 
     def time(self, place: Any, each: Any, knots: np.ndarray, xp: Any = jnp) -> Any:
-        """The start time of a step, with `each` steps between two knots: equally spaced in u, where 1 − s =
-        (1 − u)^late, and exact at the knots. `xp` is the array module, `jax.numpy` or `numpy`."""
+        """The start time of the step with index `place`, for `each` steps between two knots: equally spaced
+        in u, where 1 − s = (1 − u)^late, and exact at the knots. `xp` is the array module, `jax.numpy` or
+        `numpy`."""
         even = 1 - (1 - knots) ** (1 / self.late)
         piece = xp.minimum(place // each, knots.size - 2)
         inner = place - each * piece
@@ -392,13 +393,13 @@ def default_steps(order: int, driver: AbstractDriver, noise_dimension: int) -> i
     """The number of steps needed to resolve the fastest oscillation of a smooth driver; methods of higher
     order need fewer.
 
-    Without noise there are no waves, and half the minimum number suffices.
+    Without noise there are no oscillations, and half the minimum number suffices.
     """
-    per_wave, least = {2: (16, 64), 3: (6, 24), 4: (4, 16)}.get(order, (1.3, 8))
+    per_wave, minimum = {2: (16, 64), 3: (6, 24), 4: (4, 16)}.get(order, (1.3, 8))
     if not noise_dimension:
-        return least // 2
+        return minimum // 2
     waves = 1 if driver.jumps.size else driver.num_functions
-    return max(least, math.ceil(per_wave * waves))
+    return max(minimum, math.ceil(per_wave * waves))
 
 
 def sticky_step(field: Field, now: Outcome, span: Span, solver: diffrax.AbstractERK) -> Outcome:

@@ -66,7 +66,7 @@ MIN_HURST = 1 / 3  # Hurst exponent above which a path and its areas determine t
 
 
 def check_driven(sde: AbstractSDE, driver: AbstractDriver, dimension: int) -> None:
-    """Refuse a driver for which the SDE is not defined."""
+    """Raise a `ValueError` if the SDE is not defined for the driver."""
     columns = noise_dimension(sde, dimension)
     if not columns:
         return
@@ -408,7 +408,7 @@ def _check(
     t1: float | Array | None,
     key: PRNGKeyArray | None,
 ) -> None:
-    """Refuse invalid arguments before anything is compiled."""
+    """Raise an error for invalid arguments before anything is compiled."""
     check_path_of_driver(path)
     check_vector(name, z, flow.dimension)
     if path.noise_dimension != flow.noise_dimension:

@@ -37,9 +37,10 @@ class ConstantMemory(AbstractGradient):
     solution. An adaptive solve integrates the continuous adjoint equation backwards; the tolerances determine
     the accuracy of its gradient. Forward mode (`jax.jvp`, `jax.jacfwd`) is not supported.
 
-    **Arguments:** `coupling`, in (0, 1]: strength of the coupling of the two copies on fixed grids. Smaller
-    values make the forward solve more stable, but undoing N steps multiplies rounding errors by
-    coupling^(−N).
+    **Arguments:**
+
+    - `coupling`: strength of the coupling between the two copies on fixed grids, in (0, 1]. Smaller values
+      make the forward solve more stable, but undoing N steps multiplies rounding errors by coupling^(−N).
 
     ```python
     import roughflow as rf

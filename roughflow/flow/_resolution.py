@@ -120,7 +120,7 @@ def _values(flow: AbstractStochasticFlow, each: Array, x: Array, path: Path, key
 
 
 NUM_TIMES = 512  # number of random times, one in each of NUM_TIMES equal intervals
-TIME_POINTS = 8  # points at which coefficients are evaluated
+TIME_POINTS = 8  # number of points at which coefficients are evaluated
 MAX_SHARE = 0.99  # maximum fraction of variance that may be missed
 
 
@@ -134,7 +134,7 @@ def unresolved_in_time(flow: AbstractStochasticFlow, points: Array) -> float:
     The same holds for the variance of ∫ σ(t) dB that the functions of the driver miss. The result is 0 for
     coefficients that do not depend on time.
 
-    **Arguments:** `points`, shape `(k, d)`: coefficients are evaluated at the first eight.
+    The coefficients are evaluated at the first eight of the `points`, which have shape `(k, d)`.
     """
     sde, z = flow.sde, jnp.asarray(points)[:TIME_POINTS]
     if not depends_on(lambda t: (sde.drift(t, z[0]), sde.noise(t, z[0])), jnp.zeros((), z.dtype)):
@@ -144,8 +144,8 @@ def unresolved_in_time(flow: AbstractStochasticFlow, points: Array) -> float:
 
 
 def _nodes(flow: AbstractStochasticFlow) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The nodes of the solver `(N, k)` in each step, random times `(N, r)` in each step, both in units of the
-    horizon, and weights `(N, r, k)` that interpolate between nodes."""
+    """The nodes of the solver in each step, `(N, k)`, and random times in each step, `(N, r)`, both in units
+    of the horizon; and weights `(N, r, k)` that interpolate between the nodes."""
     grid = flow.integrator if isinstance(flow.integrator, FixedGrid) else FixedGrid(steps=16)
     path = flow.driver.path(jnp.zeros((flow.driver.num_functions, flow.noise_dimension)))
     edges = np.asarray(grid.grid(path, None), float)

@@ -176,7 +176,7 @@ class Davie(AbstractScheme):
 
 
 class LinearlyImplicitEuler(AbstractScheme):
-    """Linearly implicit Euler: z + (I − ½ dt J)⁻¹ (μ dt + σ ΔB), J the derivative of the Itô drift μ
+    """Linearly implicit Euler: z + (I − ½ dt J)⁻¹ (μ dt + σ ΔB), where J is the derivative of the Itô drift μ
     (Rosenbrock).
 
     On a Gaussian target it preserves the covariance exactly for any dt, like the trapezoidal rule. A step
@@ -212,7 +212,7 @@ def _products(sde: AbstractSDE, t: Array, z: Array) -> tuple[Array, Array]:
 
 
 def _check_commutative(sde: AbstractSDE, z: Array) -> None:
-    """Refuse noise whose columns do not commute as vector fields at z: (Dσⱼ) σₖ ≠ (Dσₖ) σⱼ."""
+    """Raise a `ValueError` if the columns of σ do not commute as vector fields at z: (Dσⱼ) σₖ ≠ (Dσₖ) σⱼ."""
     products = _products(sde, jnp.zeros((), z.dtype), z)[1]
     # Coordinates are compared one by one, because their units may differ.
     gap = jnp.max(jnp.abs(products - jnp.swapaxes(products, 0, 2)), axis=(0, 2))
@@ -344,7 +344,7 @@ def _drawn(
         rough = brownian_lift(steps, key=key, num_functions=scheme.num_functions, **options)
         rough = rough if isinstance(sde, AbstractStratonovichSDE) else rough.ito()
         return rough.increments, rough.areas
-    # The numbers are drawn with time as the first axis.
+    # Normal variables are drawn with time as the first axis.
     normal = jax.random.normal(key, (steps, *batch, columns), dtype)
     size = np.sqrt(lengths).reshape(steps, *[1] * (normal.ndim - 1))
     return (jnp.moveaxis(jnp.asarray(size, dtype) * normal, 0, -2),)

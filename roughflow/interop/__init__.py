@@ -1,1 +1,1 @@
-"""Interfaces to other libraries, one file each, imported only when needed."""
+"""Interfaces to other libraries, with one module for each, which is imported only when needed."""

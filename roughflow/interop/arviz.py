@@ -14,8 +14,8 @@ try:
     import arviz
 except FileNotFoundError:
     # Once a day, ArviZ announces its successor and records this in the user's cache, through a temporary file
-    # that all processes share. If two processes import ArviZ at once, one of them fails; a second attempt
-    # succeeds, because the record exists.
+    # that all processes share. If two processes import ArviZ at once, one of them fails; its second attempt
+    # succeeds, because the record then exists.
     import arviz
 
 BEFORE_1 = int(arviz.__version__.partition(".")[0]) < 1
@@ -29,9 +29,9 @@ def to_arviz(
 ) -> Any:
     """Convert one or more chains for ArviZ: an xarray `DataTree`, or an `InferenceData` before ArviZ 1.0.
 
-    **Arguments:** `chain`, the result of `rf.sample_chain`; `names` of the coordinates, or `constrain`, a
-    function from samples `(..., d)` to values by name, such as that of `target_from_model`. With neither of
-    them there is one variable, `z`.
+    **Arguments:** `chain`, the result of `rf.sample_chain`; `names`, the names of the coordinates, or
+    `constrain`, a function from samples `(..., d)` to values by name, such as that of `target_from_model`. If
+    neither is set, there is one variable, `z`.
 
     ```python
     import arviz, jax, jax.numpy as jnp

@@ -20,15 +20,15 @@ class BlackJAXState(NamedTuple):
 
 
 class BlackJAXInfo(NamedTuple):
-    """The information on a step, with BlackJAX's names."""
+    """Information about a step, with the field names that BlackJAX expects."""
 
     acceptance_rate: Array
     is_accepted: Array
 
 
 def as_blackjax(sampler: rf.mcmc.AbstractSampler) -> SamplingAlgorithm:
-    """A sampler as a BlackJAX algorithm with `init(position)` and `step(rng_key, state)`, for use with
-    BlackJAX's adaptations and loops.
+    """Convert a sampler to a BlackJAX algorithm with `init(position)` and `step(rng_key, state)`, for use
+    with BlackJAX's adaptations and loops.
 
     ```python
     import blackjax, jax, jax.numpy as jnp

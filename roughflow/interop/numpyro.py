@@ -53,10 +53,10 @@ class ModelTarget(eqx.Module):
 def target_from_model(
     model: Callable, *args: Any, key: PRNGKeyArray, model_kwargs: Mapping[str, Any] | None = None
 ) -> ModelTarget:
-    """The unconstrained log density of a NumPyro model with its data.
+    """The log-density of a NumPyro model, given its data, on unconstrained space.
 
     **Arguments:** `model`, followed by its positional arguments; `model_kwargs`, its keyword arguments;
-    `key`, to find a point of finite density.
+    `key`, for the search for a point of finite density.
 
     ```python
     import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
@@ -150,5 +150,5 @@ def _estimator(flow: rf.StochasticFlow) -> rf.density.AbstractEstimator:
 
 
 def _typed(key: PRNGKeyArray) -> PRNGKeyArray:
-    """Convert NumPyro's legacy keys."""
+    """Convert a legacy key, as NumPyro passes it, to a typed key."""
     return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)

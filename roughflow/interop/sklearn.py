@@ -32,8 +32,8 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
       rounded values, and "auto" detects them.
     - `marginals`: whether to transform columns to nearly normal distributions first; None to decide by
       cross-validation.
-    - `smoothing`, `outliers`: noise added to the rows during training, and the fraction of rows to which
-      large noise is added; None for defaults by table size.
+    - `smoothing`, `outliers`: standard deviation of the noise added to the rows during training, and the
+      fraction of rows to which large noise is added; None for defaults by table size.
     - `width`, `depth`: width and depth of the network; None for defaults by table size.
     - `steps`, `likelihood_steps`: numbers of steps of the two stages, regression and likelihood; None for
       defaults by table size.
@@ -135,7 +135,7 @@ class StochasticFlowDensity(DensityMixin, BaseEstimator):
         # A Python number, because JAX keys cannot be pickled.
         self._score_seed = seed
         if fitted.interrupted:
-            # This stops a search over many fits, which would otherwise start the next fit.
+            # This also stops a search over many fits, which would otherwise start the next one.
             raise KeyboardInterrupt
         return self
 
@@ -183,7 +183,7 @@ class StochasticFlowRegressor(RegressorMixin, BaseEstimator):
 
     **Parameters:**
 
-    - `members`: size of the ensemble; None for 4, or 1 for 5,000 rows and more.
+    - `members`: size of the ensemble; None for 4, or 1 for 5,000 or more rows.
     - `family`: "gaussian", whose mean is linear in X, "marginals" or "flow"; None for a flow, or for a
       Gaussian if the flow is not better on validation rows or if there are too few rows for a flow.
     - `width`, `depth`, `smoothing`, `likelihood_steps`: as in `rf.tables.FlowOptions`.
@@ -274,7 +274,7 @@ class StochasticFlowRegressor(RegressorMixin, BaseEstimator):
         return self.model_.conditional(validate_data(self, X, dtype=np.float64, reset=False))
 
 
-# Rows per subsample, and of the smaller ones that are used if there are outliers among the training rows.
+# Sizes of subsamples; the smaller one is used only if there may be outliers among the training rows.
 SUBSAMPLE, SMALL_SUBSAMPLE = 256, 64
 
 
@@ -288,8 +288,9 @@ class StochasticFlowOutlier(OutlierMixin, BaseEstimator):
 
     The kernel is the default because it ranks anomalies better: its mean AUROC on fourteen tables of ADBench
     is 0.84; on the same splits it is 0.82 for the distance to the fifth neighbour and 0.77 for
-    `IsolationForest` (`make bench NAME=anomaly`). The score is the mean of the log-density of all training
-    rows and those of 20 subsamples of 256 rows, which anomalies among the training rows affect less.
+    `IsolationForest` (`make bench NAME=anomaly`). The score averages the log-density estimated from all
+    training rows and the mean of those estimated from 20 subsamples of 256 rows, which anomalies among the
+    training rows affect less.
 
     **Parameters:**
 
@@ -341,8 +342,8 @@ class StochasticFlowOutlier(OutlierMixin, BaseEstimator):
         return self
 
     def score_samples(self, X):
-        """The log-density of each row, lower for outliers. For a training row, the density is that of the
-        other rows."""
+        """The log-density of each row, which is lower for outliers. With `method="kernel"`, the density at a
+        training row is estimated from the other rows."""
         check_is_fitted(self)
         return self._scores(validate_data(self, X, dtype=np.float64, reset=False))
 

@@ -2,8 +2,7 @@
 
 `_posterior` contains the encoder, the posterior marginals and the decoder, `_bound` the lower bound that
 training maximises without simulation, and `_particles` the likelihood by particles that are guided by the
-observations.
-`_latent_sde` is the model and `_fit_latent` fits it.
+observations. `_latent_sde` is the model and `_fit_latent` fits it.
 """
 
 from ._bound import Forecasting as Forecasting, SDEMatching as SDEMatching

@@ -37,8 +37,8 @@ def lower_bound(model: AbstractLatentSDE, series: Series, num_times: int, *, key
 
         E log p(y | z) − KL(q(z at the first time) | p) − ∫ E ½ |σ⁻¹(f − μ)|² dt ≤ log p(y).
 
-    The integral is estimated at stratified random times, with one draw of z at each. A shorter series repeats
-    its last time.
+    The integral is estimated at stratified random times, with one draw of z at each. Padding repeats the last
+    time of a series and does not change the bound.
     """
     keys, model = jax.random.split(key, 3), model.driven(series.inputs)
     reading, times = model.posterior.read(series), series.times
@@ -59,9 +59,11 @@ def lower_bound(model: AbstractLatentSDE, series: Series, num_times: int, *, key
 class SDEMatching(AbstractObjective):
     """The negative lower bound on the log-likelihood of an `rf.latent.LatentSDE`, per observed value.
 
-    **Arguments:** `columns`, number of observed columns; `num_times`, number of random times per series at
-    which drifts of posterior and prior are compared; `input_shape`, number of times at which inputs are given
-    and number of inputs.
+    **Arguments:**
+
+    - `columns`: number of observed columns.
+    - `num_times`: number of random times per series at which the drifts of posterior and prior are compared.
+    - `input_shape`: number of times at which inputs are given, and number of inputs.
 
     ```python
     import roughflow as rf

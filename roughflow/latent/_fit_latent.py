@@ -29,7 +29,7 @@ from ._latent_sde import LatentSDE, input_table, num_steps_in, padded
 from ._posterior import DrivenSDE, Encoder, InputTable, NormalDecoder, Posterior
 
 DEFAULTS = {"batch_size": 64, "learning_rate": 3e-3, "clip": 1.0, "average": 0.99}
-FEWEST_TO_VALIDATE = 10  # series
+FEWEST_TO_VALIDATE = 10  # minimum number of series for a validation set
 LONGEST = 0.1  # maximum time step for computing likelihoods, in units of the SDE
 LENGTH = 0.05  # averaging time of the posterior before training, in units of the SDE
 FIRST_DRAW = 1024  # number of series drawn from a function to initialise a model
@@ -68,25 +68,25 @@ def fit_latent(
 
     **Arguments:**
 
-    - `times`, `values`: `(N,)` and `(N, p)`, or lists of them, one entry per series. Times may be irregular,
-      numbers or dates; NaN is a missing value. For series that do not fit in memory, pass a function as
-      `times` and omit `values`. The function takes a number of series and a NumPy generator and returns two
-      such lists. It is called with the number 1,024 to initialise the model, and with the batch size in every
-      step. Times are then numbers.
+    - `times`, `values`: `(N,)` and `(N, p)`, or lists of them, one entry per series. Times are numbers or
+      dates and may be irregular; NaN marks a missing value. For series that do not fit in memory, pass a
+      function as `times` and omit `values`. The function takes the number of series and a NumPy generator and
+      returns two such lists, with numbers as times. It is called for 1,024 series to initialise the model,
+      and for one batch in every step.
     - `dimension`: the number of hidden states.
-    - `sde`: an SDE with a square matrix σ, whose times are those of the data. By default
+    - `sde`: an SDE with a square matrix σ, which uses the times of the data. The default is
       `rf.ItoSDE(rf.sde.RestoringDrift(...), rf.DiagonalDiffusion(...))`, where each series starts at time 0
       and the unit of time is the decorrelation time of the values.
     - `decoder`: a function from a state to a distribution of the values, with `log_prob(y)` of shape `(p,)`
-      and `sample(key)`. By default an `rf.latent.NormalDecoder` that starts from principal components.
-    - `inputs`: known u(t) that drive the states: a function, a tuple (times, columns) of values that are
+      and `sample(key)`. The default is an `rf.latent.NormalDecoder` that starts from principal components.
+    - `inputs`: known u(t) that drive the states: a function, a tuple (times, columns) for inputs that are
       constant from one time to the next, or an `rf.series.Inputs`; or a list of them, one entry per series.
       u is then the last argument of drift and diffusion, and the default SDE is an `rf.latent.DrivenSDE`.
       Forecasts need the inputs at future times.
     - `initial`: the distribution of the first states; by default a trained `rf.MultivariateNormal`.
     - `num_given`, `forecast_steps`: after `steps` steps, fine-tune the model for `forecast_steps` steps to
       forecast each series from its first `num_given` observations (`rf.latent.Forecasting`), by simulation.
-    - `window`: cut series into windows of this number of observations, for training.
+    - `window`: number of observations in the windows into which series are cut for training.
     - `width`: width of all networks.
     - `num_times`: number of random times per series and step at which drifts are compared.
     - `validation`: fraction of series, or of windows, used to choose the best step; by default 0.1, or 0 if
@@ -117,7 +117,7 @@ def fit_latent(
     source: Any = times if callable(times) else None
     if source is not None:
         if values is not None or window is not None or validation or inputs is not None:
-            raise ValueError("times is a function that draws series: omit values, window, validation, inputs")
+            raise ValueError("times is a function: omit values, window, validation and inputs")
         times, values = source(FIRST_DRAW, rng_of(check_key(key)))
     parts, inputs = windows(panel(times, values, partial=True, fewest=2), inputs, window)
     longest = max(len(part.times) for part in parts)
@@ -221,7 +221,8 @@ def initial_model(
 
 
 def windows(parts: list[Observed], inputs: Any, window: int | None) -> tuple[list[Observed], Any]:
-    """Windows of all series, and the inputs of each window if each series has its own."""
+    """Cut all series into windows. Return the windows, and the inputs of each window if each series has its
+    own."""
     pieces = [cut(part, window) for part in parts]
     if isinstance(inputs, list) and len(inputs) == len(parts):
         inputs = [given for given, some in zip(inputs, pieces, strict=True) for _ in some]
@@ -229,7 +230,8 @@ def windows(parts: list[Observed], inputs: Any, window: int | None) -> tuple[lis
 
 
 def cut(part: Observed, window: int | None) -> list[Observed]:
-    """Consecutive windows of a series; the last window has at least two rows."""
+    """Cut a series into consecutive windows. The last one has at least two rows; windows without values are
+    dropped."""
     if window is None or len(part.times) <= window:
         return [part]
     starts = range(0, len(part.times) - 1, window)
@@ -243,7 +245,7 @@ def cut(part: Observed, window: int | None) -> list[Observed]:
 
 def components(parts: list[Observed], dimension: int) -> tuple[np.ndarray, ...]:
     """Mean and standard deviation of the values, the loadings `(p, d)` of their principal components, and the
-    map `(p, d)` from values to components of variance 1. Components beyond p are zero."""
+    map `(p, d)` from standardised values to components of variance 1. Components beyond p are zero."""
     values = np.concatenate([part.values for part in parts])
     counts = np.maximum(np.sum(np.isfinite(values), axis=0), 1)
     location = np.nansum(values, axis=0) / counts

@@ -20,8 +20,8 @@ from ._particles import particle_filter, resampled, simulated
 from ._posterior import AbstractLatentSDE, InputTable, Posterior, Series
 
 ROUNDS = 8  # number of independent runs of particles, from which the error is estimated
-AT_ONCE = 16  # series
-MAX_ERROR = 0.5  # in nats; with a larger error, a single run may dominate the estimate
+AT_ONCE = 16  # number of series that are evaluated at once
+MAX_ERROR = 0.5  # nats; with a larger error, a single run may dominate the estimate
 
 
 class LikelihoodEstimate(NamedTuple):
@@ -69,9 +69,9 @@ class LikelihoodEstimate(NamedTuple):
 
     @property
     def total_error(self) -> float:
-        """The error of `total`: the standard errors combined, plus the bias. The logarithm of a mean of runs
-        is too low on average, by a seventh of its distance from `bound` for eight runs that differ little,
-        and these biases add up over series."""
+        """The error of `total`: the combined standard errors, plus the bias. On average, the logarithm of a
+        mean over runs is too low. For eight runs that differ little, this bias is a seventh of the distance
+        from `bound`. The biases of several series add up."""
         bias = np.sum(self.log_likelihood - self.bound) / (ROUNDS - 1)
         return float(np.sqrt(np.sum(self.standard_error**2)) + bias)
 
@@ -94,7 +94,7 @@ class LatentPaths(NamedTuple):
 
 
 class LatentSDE(AbstractLatentSDE):
-    """A latent SDE: hidden states Z that follow an SDE, and observations y at some times:
+    """A latent SDE: hidden states Z that follow an SDE, and observations y at discrete times:
 
         Z(0) ~ initial,    dZ = μ(t, Z) dt + σ(t, Z) dB,    yᵢ ~ decoder(Z(tᵢ)).
 
@@ -138,13 +138,13 @@ class LatentSDE(AbstractLatentSDE):
         num_particles: int = 256,
         inputs: Any = None,
     ) -> LikelihoodEstimate:
-        """Estimate the log-likelihood of one series or a list of them, with eight runs of particles.
+        """Estimate the log-likelihood of one series or a list of them, with eight runs of a particle filter.
 
-        Particles move in steps of at most `max_step`: between two observations, four of five follow the SDE
-        given an approximation of the next observation, the others the SDE. They are weighted by the SDE, and
-        resampled if their weights are uneven. The mean weight is an unbiased estimate of the likelihood of
-        the discretised SDE; the standard error is that of its logarithm. `log_prob` of the decoder must be
-        twice differentiable. `inputs` are as in `rf.fit_latent`.
+        Particles move in steps of at most `max_step`. Between two observations, 80 % of them follow the SDE
+        conditioned on an approximation of the next observation, and the others follow the SDE itself. Weights
+        correct for the difference, and particles are resampled if their weights are uneven. The mean weight
+        is an unbiased estimate of the likelihood of the discretised SDE; the standard error is that of its
+        logarithm. `log_prob` of the decoder must be twice differentiable. `inputs` are as in `rf.fit_latent`.
         """
         series, steps = self.arrays(times, values, inputs)
         check_count("num_particles", num_particles)
@@ -161,7 +161,7 @@ class LatentSDE(AbstractLatentSDE):
     def smoothed(
         self, times: Any, values: Any, *, key: PRNGKeyArray, num_samples: int = 256, inputs: Any = None
     ) -> LatentPaths:
-        """Draws of the states and values of one series at its observation times, given all observations.
+        """Draw the states and values of one series at its observation times, given all observations.
 
         Missing values are drawn and observed values are kept, so each draw is an imputation of the series.
         """
@@ -182,11 +182,12 @@ class LatentSDE(AbstractLatentSDE):
         num_samples: int = 256,
         inputs: Any = None,
     ) -> LatentPaths:
-        """Draws of the states and values at the times `ahead` after the last observation: numbers counted
-        from it, or dates. `inputs` must cover these times too.
+        """Draw the states and values after the last observation. The times `ahead` are numbers, counted from
+        the last observation, or dates. `inputs` must cover these times too.
 
         The state at the last observation is drawn from the trained posterior. If the SDE does not describe
-        the data well, this is better than to filter the states, and `rf.fit_latent(num_given=)` trains it.
+        the data well, this works better than filtering the states, and `rf.fit_latent(..., num_given=...)`
+        trains the model for it.
         """
         later = panel(times, values, partial=True, fewest=2)[0].ahead(ahead)
         series, _ = self._one(times, values, inputs, float(later[-1]))
@@ -202,7 +203,7 @@ class LatentSDE(AbstractLatentSDE):
     def sample(
         self, times: Any, *, key: PRNGKeyArray, num_samples: int = 1, inputs: Any = None
     ) -> LatentPaths:
-        """Draws of states and values at `times`; the state at the first time is drawn from the initial
+        """Draw states and values at `times`; the state at the first time is drawn from the initial
         distribution."""
         numbers = np.asarray(finite_array("times", times), float)
         if numbers.ndim != 1 or len(numbers) < 2 or np.any(np.diff(numbers) <= 0):
@@ -218,8 +219,8 @@ class LatentSDE(AbstractLatentSDE):
         return LatentPaths(numbers, np.asarray(states), np.asarray(_decoded(self, states, keys[2])))
 
     def arrays(self, times: Any, values: Any, inputs: Any = None, ahead: float = 0.0) -> tuple[Series, int]:
-        """Series padded to one length, with times in units of the SDE, and the number of steps between
-        observations. The inputs cover the series and a time `ahead` after them."""
+        """Return the series, padded to a common length and with times in units of the SDE, and the number of
+        steps between observations. The inputs must cover the series and a time `ahead` after them."""
         parts = panel(times, values, partial=True, fewest=2)
         if parts[0].values.shape[1] != self.columns:
             given = parts[0].values.shape[1]
@@ -238,7 +239,7 @@ class LatentSDE(AbstractLatentSDE):
     def _one(self, times: Any, values: Any, inputs: Any = None, ahead: float = 0.0) -> tuple[Series, int]:
         series, steps = self.arrays(times, values, inputs, ahead)
         if len(series.times) > 1:
-            raise ValueError(f"pass one series, got {len(series.times)}")
+            raise ValueError(f"pass one series at a time, got {len(series.times)}")
         return jax.tree.map(lambda leaf: leaf[0], series), steps
 
     def _shown(self, times: Any, values: Any) -> np.ndarray:
@@ -249,14 +250,14 @@ class LatentSDE(AbstractLatentSDE):
 
 
 def combined(logs: np.ndarray, fewest: np.ndarray) -> LikelihoodEstimate:
-    """The estimate from log-likelihoods of independent runs, `(S, ROUNDS)`."""
+    """Combine the log-likelihoods `(S, ROUNDS)` from independent runs into one estimate per series."""
     largest = logs.max(axis=1, keepdims=True)
     weights = np.exp(logs - largest)
     mean = weights.mean(axis=1)
     total, error = largest[:, 0] + np.log(mean), weights_error((weights / mean[:, None]).T, np)
-    # If runs differ by nats, one of them decides the mean, and its error is larger than it seems. Logarithms
-    # of particle estimates are about normal (Bérard, Del Moral and Doucet 2014), so the logarithm of the mean
-    # can also be estimated as that of a lognormal distribution, with another error.
+    # If runs differ by several nats, one of them dominates the mean, and the standard error is too small.
+    # Logarithms of particle estimates are approximately normal (Bérard, Del Moral and Doucet 2014), so the
+    # logarithm of the mean can also be estimated as that of a lognormal distribution, with another error.
     bound, variance = logs.mean(axis=1), logs.var(axis=1, ddof=1)
     lognormal = np.sqrt(variance / ROUNDS + variance**2 / (2 * (ROUNDS - 1)))
     error = np.maximum(error, lognormal + np.abs(bound + 0.5 * variance - total))
@@ -264,22 +265,21 @@ def combined(logs: np.ndarray, fewest: np.ndarray) -> LikelihoodEstimate:
 
 
 def num_steps_in(span: float, max_step: float) -> int:
-    """Number of time steps between observations, a power of 2 so that few programs are compiled."""
+    """The number of time steps between observations: a power of 2, so that few programs are compiled."""
     return 2 ** max(0, math.ceil(math.log2(span / max_step)))
 
 
 def input_table(
     inputs: Any, parts: list[Observed], unit: float | None, max_step: float, ahead: float = 0.0
 ) -> InputTable | None:
-    """The inputs of all series, or of each of them, as tables of one length that begin with the series.
-
-    Functions become tables with two times per longest time step."""
+    """Convert inputs, given once for all series or once per series, to tables of a common length that begin
+    with the series. Functions are tabulated at two times per `max_step`."""
     if inputs is None:
         return None
     each = list(inputs) if isinstance(inputs, list) else [inputs] * len(parts)
     if len(each) != len(parts):
         raise ValueError(
-            f"inputs must be one entry per series, or one for all: got {len(each)} for {len(parts)}"
+            f"inputs must have one entry per series, or one for all: got {len(each)} for {len(parts)} series"
         )
     tables = []
     for given, part in zip(map(Inputs.of, each), parts, strict=True):
@@ -315,8 +315,8 @@ def padded(
     inputs: InputTable | None = None,
     length: int = 0,
 ) -> Series:
-    """Series as arrays of one length, at least `length`. Missing values are interpolated in time, or set to
-    `location` in a column without values."""
+    """Convert series to arrays of a common length, with `length` as its minimum. Missing values are
+    interpolated in time, or set to `location` in a column without values."""
     length = max(length, *(len(part.times) for part in parts))
     rows = [_padded(part, length, unit, location) for part in parts]
     return Series(*(jnp.asarray(np.stack(leaves)) for leaves in zip(*rows, strict=True)), inputs=inputs)
@@ -333,7 +333,7 @@ def _padded(part: Observed, length: int, unit: float | None, location: np.ndarra
 
 
 def filled(array: np.ndarray, length: int, mode: Any = "edge") -> np.ndarray:
-    """The array with further rows."""
+    """Pad an array with rows at its end, up to the given length."""
     return np.pad(array, ((0, length - len(array)), *[(0, 0)] * (array.ndim - 1)), mode=mode)
 
 
@@ -341,7 +341,7 @@ def filled(array: np.ndarray, length: int, mode: Any = "edge") -> np.ndarray:
 def _likelihoods(
     model: LatentSDE, series: Series, num_particles: int, num_steps: int, key: PRNGKeyArray
 ) -> tuple[Array, Array]:
-    """Log-likelihoods of all series `(S, rounds)` and the smallest effective numbers of particles `(S,)`."""
+    """Log-likelihoods `(S, ROUNDS)` of all series, and the smallest effective numbers of particles `(S,)`."""
 
     def one(inputs: tuple[Series, PRNGKeyArray]) -> tuple[Array, Array]:
         given, key = inputs
@@ -364,7 +364,7 @@ def _bounds(model: LatentSDE, series: Series, num_times: int, key: PRNGKeyArray)
 def _posterior_paths(
     model: LatentSDE, series: Series, num_samples: int, num_steps: int, key: PRNGKeyArray
 ) -> Array:
-    """States at the observations, drawn from the particles."""
+    """Draws of the states at the observations, from a particle filter."""
     key_run, key_pick = jax.random.split(key)
     cloud = particle_filter(model, series, max(num_samples, 256), num_steps, key=key_run)
     return resampled(cloud, key_pick, share=math.inf).history[:num_samples]
@@ -372,7 +372,7 @@ def _posterior_paths(
 
 @jit
 def _last_states(model: LatentSDE, series: Series, num_samples: int, key: PRNGKeyArray) -> Array:
-    """Draws from the trained posterior at the last observation."""
+    """Draws of the state at the last observation, from the trained posterior."""
     last, _ = model.posterior.at(model.posterior.read(series), series.times[-1])
     normals = jax.random.normal(key, (num_samples, model.dimension), series.times.dtype)
     return last.mean[None] + normals @ last.root.T

@@ -1,12 +1,12 @@
 """The likelihood of a latent SDE by particles that are guided by the observations, and draws of the hidden
 states.
 
-Time is discretised: in one step, the drift is integrated by the midpoint rule, and the noise is evaluated at
-the start of the step. (With Euler's rule, an oscillator would gain energy.) Between two observations most
-particles follow the SDE given an approximation of the next observation, and the others the SDE. The weight of
-a path is its density under the SDE over that under the mixture of both, at most 5, so that a poor
-approximation does not make a few weights huge. The mean weight is an unbiased estimate of the likelihood of
-the discretised SDE.
+Time is discretised: in one step, the drift is integrated by the explicit midpoint method, and the noise is
+evaluated at the start of the step. (With Euler's method, an oscillator would gain energy.) Between two
+observations most particles follow the SDE conditioned on an approximation of the next observation, and the
+others follow the SDE itself. The weight of a path is the ratio of its density under the SDE to that under the
+mixture of both. The ratio is at most 5, so a poor approximation does not make a few weights huge. The mean
+weight is an unbiased estimate of the likelihood of the discretised SDE.
 """
 
 import equinox as eqx
@@ -42,18 +42,18 @@ class Target(eqx.Module):
 
 
 def moved_by_drift(model: AbstractLatentSDE, t: Array, dt: Array, z: Array) -> Array:
-    """The mean of one step of the SDE, by the midpoint rule."""
+    """The mean of one step of the SDE, by the explicit midpoint method."""
     return z + dt * model.drift(t + 0.5 * dt, z + 0.5 * dt * model.drift(t, z))
 
 
 def move(
     model: AbstractLatentSDE, target: Target, t: Array, dt: Array, z: Array, guided: Array, key: PRNGKeyArray
 ) -> tuple[Array, Array]:
-    """One step of the SDE, given the next observation if `guided`: z at time t + dt, and the logarithm of the
-    density of the guided step over that of the SDE.
+    """Take one step of the SDE, conditioned on the next observation if `guided` is true. Return z at time
+    t + dt, and the log-ratio of the density of the guided step to that of the SDE.
 
     The step is m + √dt σ ε with a normal ε. The state at the observation is about e + σ (√dt ε + √T ε′),
-    where e continues the drift, T is the time that remains after the step, and ε′ is normal too. With the
+    where e extrapolates the drift, T is the time left after the step, and ε′ is normal too. With the
     second-order expansion h w − ½ wᵀJ w of the log-density of the observation at e + σ w, ε given the
     observation is normal with mean √dt M⁻¹h and covariance (T I + dt M⁻¹)/(T + dt), M = I + (T + dt) J. If M
     is not positive definite, the step is that of the SDE.
@@ -85,7 +85,8 @@ def particle_filter(
     key: PRNGKeyArray,
     keep: bool = True,
 ) -> Cloud:
-    """Particles at the last time, with `num_steps` steps between consecutive observations.
+    """Run a particle filter with `num_steps` steps between consecutive observations, and return the particles
+    at the last time.
 
     Particles are resampled after an observation if fewer than half of them are effective. `keep` specifies
     whether to store their states at observations.
@@ -130,7 +131,7 @@ def particle_filter(
         steps = jnp.arange(num_steps), jax.random.split(key_steps, num_steps)
         (z, ratios), _ = jax.lax.scan(step, (cloud.z, jnp.zeros_like(cloud.log_weight)), steps)
         moved = observe(eqx.tree_at(lambda c: c.z, cloud, z), i + 1, of_mixture(ratios))
-        # A shorter series has ended, and its last time is repeated.
+        # If dt is zero, a shorter series has ended, and its last time is repeated.
         return jax.tree.map(lambda new, old: jnp.where(dt > 0, new, old), moved, cloud), None
 
     places = jnp.arange(len(times) - 1)
@@ -140,12 +141,12 @@ def particle_filter(
 
 
 def of_mixture(ratios: Array) -> Array:
-    """Log-densities under p relative to those under the mixture of p and q, from the logarithms of q/p."""
+    """The log-ratios of p to the mixture of p and q, from the log-ratios of q to p."""
     return -jnp.logaddexp(jnp.log(1 - GUIDED), jnp.log(GUIDED) + ratios)
 
 
 def resampled(cloud: Cloud, key: PRNGKeyArray, share: float = 0.5) -> Cloud:
-    """Resample the particles to equal weights if the effective ones are fewer than the fraction `share`."""
+    """Resample the particles to equal weights if the fraction of effective particles is below `share`."""
     count = len(cloud.log_weight)
     picked = systematic(jax.nn.softmax(cloud.log_weight), jax.random.uniform(key))
     poor = effective(cloud.log_weight) < share * count
@@ -161,14 +162,14 @@ def resampled(cloud: Cloud, key: PRNGKeyArray, share: float = 0.5) -> Cloud:
 
 
 def effective(log_weight: Array) -> Array:
-    """Effective number of particles."""
+    """The effective number of particles."""
     return effective_paths(jax.nn.softmax(log_weight))
 
 
 def simulated(
     model: AbstractLatentSDE, z: Array, times: Array, num_steps: int, *, key: PRNGKeyArray
 ) -> Array:
-    """One path of the SDE from z at the first of `times`: `(N, d)`."""
+    """Simulate one path `(N, d)` of the SDE at `times`, starting from z at the first time."""
 
     def between(z: Array, inputs: tuple[Array, Array, PRNGKeyArray]) -> tuple[Array, Array]:
         start, end, key = inputs

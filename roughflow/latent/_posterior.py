@@ -33,11 +33,11 @@ class InputTable(eqx.Module):
 
 
 class Series(eqx.Module):
-    """Series of one length: `times` `(..., N)`, `values` and `seen` `(..., N, p)`, and inputs, if there are
-    any.
+    """One series, or a batch of series of a common length: `times` `(..., N)`, `values` and `seen`
+    `(..., N, p)`, and inputs, if there are any.
 
-    Missing values are interpolated in time, and `seen` is False for them. A shorter series repeats its last
-    time.
+    Missing values are interpolated in time, and `seen` is False for them. A shorter series is padded by
+    repeating its last time.
     """
 
     times: Array
@@ -51,7 +51,7 @@ class Series(eqx.Module):
         return (0, 0) if self.inputs is None else self.inputs.columns.shape[-2:]
 
     def rows(self) -> np.ndarray:
-        """One row of numbers per series, `(..., N (1 + 2p) + K (1 + m))`, the format of training batches."""
+        """Flatten each series to one row, `(..., N (1 + 2p) + K (1 + m))`, the format of training batches."""
         tables: list[tuple[Array, ...]] = [(self.times, self.values, self.seen)]
         if self.inputs is not None:
             tables.append((self.inputs.times, self.inputs.columns))
@@ -66,7 +66,7 @@ class Series(eqx.Module):
 
     @staticmethod
     def of_rows(rows: Array, columns: int, input_shape: tuple[int, ...] = (0, 0)) -> "Series":
-        """The series in rows, with inputs of shape (K, m)."""
+        """The inverse of `rows`, for `columns` observed columns and inputs of shape (K, m)."""
         count, size = input_shape
         end = rows.shape[-1] - count * (1 + size)
         table = jnp.reshape(rows[..., :end], (*rows.shape[:-1], -1, 1 + 2 * columns))
@@ -98,9 +98,12 @@ class Encoder(eqx.Module):
     Each observation becomes a row of standardised values, flags for observed values, the time since the
     previous row, and the means of the inputs during this time.
 
-    **Arguments:** `location` and `scale` of the values, shape `(p,)`; `width` of the networks; `unit`, a unit
-    of time in which time differences are of order 1; `input_scaling`, the locations and scales of m inputs,
-    shape `(2, m)`.
+    **Arguments:**
+
+    - `location`, `scale`: location and scale of the values, shape `(p,)`.
+    - `width`: width of the networks.
+    - `unit`: a unit of time in which time differences are of order 1.
+    - `input_scaling`: locations and scales of m inputs, shape `(2, m)`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -142,7 +145,7 @@ class Encoder(eqx.Module):
         return (values - self.location) / self.scale
 
     def __call__(self, series: Series) -> Array:
-        """The states at the observations, `(N, 2 width)`."""
+        """The states of both networks at the observations, `(N, 2 width)`."""
         gap = jnp.diff(series.times, prepend=series.times[:1]) / self.unit
         seen = jnp.asarray(series.seen, series.values.dtype)
         values = jax.vmap(self.standardised)(series.values)
@@ -168,7 +171,7 @@ class Encoder(eqx.Module):
 
 
 class Reading(eqx.Module):
-    """Features of one series at its `times`: `(N,)` and `(N, k)`; and the integral of the inputs."""
+    """The `features` `(N, k)` of one series at its `times` `(N,)`, and the integral of its inputs."""
 
     times: Array
     features: Array
@@ -183,8 +186,12 @@ class Posterior(eqx.Module):
     does not change the marginals: it rotates u = L⁻¹(z − m) by u′ = A u. Without A, the process could not
     follow the rotations of an SDE.
 
-    **Arguments:** `encoder`; `direct`, a map `(p, d)` from standardised values to states; `width` of the
-    network; `length`, a time over which features are averaged.
+    **Arguments:**
+
+    - `encoder`: an `rf.latent.Encoder`.
+    - `direct`: a linear map `(p, d)` from standardised values to states.
+    - `width`: width of the network.
+    - `length`: initial value of the time over which features are averaged.
 
     ```python
     import jax, jax.numpy as jnp
@@ -236,8 +243,8 @@ class Posterior(eqx.Module):
         clock = clock * jnp.sqrt(1 + gap / self.encoder.unit)
         extra = [clock[None]]
         if reading.integral is not None:
-            # Inputs may jump, but marginals are continuous. So the network sees the integral of the inputs,
-            # less its mean growth between the two observations.
+            # Inputs may jump, but marginals are continuous. The network is therefore given the integral of
+            # the inputs, minus its linear interpolation between the two observations.
             start, end = reading.integral(times[before]), reading.integral(times[before + 1])
             bend = reading.integral(t) - (1 - share) * start - share * end
             extra.append(bend / self.encoder.unit)
@@ -259,7 +266,8 @@ class DrivenSDE(AbstractItoSDE):
     """The default SDE with inputs, dZ = (N(Z, u(t)) − ½ Z) dt + σ(Z) dB, with a network N that is initially
     zero and a diagonal σ. Inputs are standardised.
 
-    **Arguments:** `dimension`; `input_scaling`, as for `rf.latent.Encoder`; `width` of the networks.
+    **Arguments:** `dimension` is the number of states, `input_scaling` is that of `rf.latent.Encoder`, and
+    `width` is the width of the networks.
 
     ```python
     import jax, jax.numpy as jnp
@@ -291,7 +299,7 @@ class DrivenSDE(AbstractItoSDE):
 
 
 class IndependentNormal(eqx.Module):
-    """Independent normals, with a log-density for each entry.
+    """Independent normal distributions, with one log-density per entry.
 
     ```python
     import jax.numpy as jnp
@@ -317,8 +325,12 @@ class NormalDecoder(eqx.Module):
     """Observations y = a + s (C z + N(z)) + noise with a network N, initially zero, and independent normal
     noise with trained standard deviations.
 
-    **Arguments:** `location` a and `scale` s, shape `(p,)`; `loadings` C, shape `(p, d)`; `width` and `depth`
-    of the network, with no network at depth 0.
+    **Arguments:**
+
+    - `location`, `scale`: a and s, shape `(p,)`.
+    - `loadings`: C, shape `(p, d)`.
+    - `deviation`: initial standard deviation of the noise, in units of s.
+    - `width`, `depth`: width and depth of the network; with depth 0, there is no network.
 
     ```python
     import jax, jax.numpy as jnp
@@ -375,11 +387,11 @@ class AbstractLatentSDE(eqx.Module):
 
     @property
     def columns(self) -> int:
-        """The number of observed values."""
+        """The number of observed columns."""
         return self.posterior.encoder.location.size
 
     def driven(self, inputs: InputTable | None) -> Any:
-        """The model in which the SDE has these inputs."""
+        """The model whose SDE is driven by these inputs."""
         return self if inputs is None else eqx.tree_at(lambda m: m.sde, self, driven_by(self.sde, inputs))
 
     def drift(self, t: Array, z: Array) -> Array:
@@ -387,5 +399,5 @@ class AbstractLatentSDE(eqx.Module):
         return to_ito(self.sde).drift(t, z)
 
     def observed(self, z: Array, values: Array, seen: Array) -> Array:
-        """The log-density of the observed values at one time."""
+        """The log-density of the values at one time that are observed, given the state z."""
         return jnp.sum(jnp.where(seen, self.decoder(z).log_prob(values), 0))

@@ -43,9 +43,9 @@ class LocalNoise(eqx.Module):
 
 
 class AdjustedState(SamplerState):
-    """The position of a chain and everything that a step from or to this position needs: the drift σ · pull +
-    rest, and σ if it depends on the position. A constant σ is not included, because each chain would carry a
-    copy."""
+    """The position of a chain, and everything needed for a step from or to this position: the log density,
+    the drift σ · pull + rest, and σ if it depends on the position. A constant σ is not included, because each
+    chain would carry a copy."""
 
     log_density: Array
     pull: Array
@@ -61,7 +61,8 @@ class SamplerInfo(eqx.Module):
 
 
 class AbstractSampler(eqx.Module):
-    """A Markov chain: `init(z)` and `step(key, state) -> (state, info)`, for one point z of shape `(d,)`."""
+    """A Markov chain with methods `init(z)` and `step(key, state) -> (state, info)`, for one point z of shape
+    `(d,)`."""
 
     sde: eqx.AbstractVar[AbstractSDE]
     dt: eqx.AbstractVar[float | Array]
@@ -79,15 +80,18 @@ class AbstractSampler(eqx.Module):
 
     @abc.abstractmethod
     def check(self, z: Array) -> None:
-        """Refuse invalid starting points or targets."""
+        """Raise an error if starting points or the target are invalid."""
 
 
 class UnadjustedSampler(AbstractSampler):
     """A sampler that accepts every step of a numerical scheme for the SDE. It is fast, but has a
     discretisation bias that grows with `dt`.
 
-    **Arguments:** `sde`, any SDE whose stationary distribution is the target; `dt`, the step size; `scheme`,
-    `rf.flow.EulerMaruyama()`, or `rf.flow.LinearlyImplicitEuler()` for stiff targets.
+    **Arguments:**
+
+    - `sde`: any SDE whose stationary distribution is the target.
+    - `dt`: the step size.
+    - `scheme`: `rf.flow.EulerMaruyama()`, or `rf.flow.LinearlyImplicitEuler()` for stiff targets.
 
     ```python
     import jax, jax.numpy as jnp
@@ -133,7 +137,8 @@ class AdjustedSampler(AbstractSampler):
     σ may depend on the state; for constant σ the sampler is MALA. The stationary distribution is exactly p
     for any dt.
 
-    **Arguments:** `sde`, an `rf.targeted_sde` with as many noise components as dimensions; `dt`.
+    **Arguments:** `sde` is an `rf.targeted_sde` with as many noise components as dimensions, and `dt` is the
+    step size.
 
     ```python
     import jax, jax.numpy as jnp
@@ -210,7 +215,8 @@ State = TypeVar("State", bound=SamplerState)
 
 
 def accept(key: PRNGKeyArray, log_ratio: Array, there: State, here: State) -> tuple[State, SamplerInfo]:
-    """The new state with probability min(1, a), else the old one. States that are not finite are rejected."""
+    """Return the new state with probability min(1, a), else the old one. The new state is rejected if log a
+    is not finite."""
     acceptance = jnp.where(jnp.isfinite(log_ratio), jnp.exp(jnp.minimum(log_ratio, 0)), 0)
     accepted = jax.random.uniform(key, (), acceptance.dtype) < acceptance
     new = jax.tree.map(lambda a, b: jnp.where(accepted, a, b), there, here)
@@ -218,7 +224,7 @@ def accept(key: PRNGKeyArray, log_ratio: Array, there: State, here: State) -> tu
 
 
 def check_adjustable(name: str, sde: AbstractSDE) -> None:
-    """Refuse an SDE whose stationary log density is unknown or is estimated from minibatches."""
+    """Raise an error if the stationary log density of an SDE is unknown or is estimated from minibatches."""
     if not isinstance(sde, TargetedSDE):
         message = f"{name} needs an SDE from rf.targeted_sde, got {type(sde).__name__}"
         raise TypeError(message + see("no-adjustment"))
@@ -233,7 +239,7 @@ def check_adjustable(name: str, sde: AbstractSDE) -> None:
 
 
 def check_start(name: str, sde: AbstractSDE, z: Array, *, square: bool) -> None:
-    """Refuse invalid starting points or targets."""
+    """Raise an error if starting points or the target are invalid. With `square`, σ must be square."""
     count = noise_dimension(sde, z.shape[-1], f"z0 has dimension {z.shape[-1]}")
     if square and count != z.shape[-1]:
         raise ValueError(
@@ -273,8 +279,12 @@ class Minibatch(eqx.Module):
     for N rows of data. The gradient of this estimate is unbiased (Welling & Teh 2011). A call returns the
     full sum.
 
-    **Arguments:** `log_prior`, `z -> ()`; `log_likelihood`, `(z, row) -> ()`; `data`, a pytree of arrays with
-    one row per observation; `batch_size`.
+    **Arguments:**
+
+    - `log_prior`: `z -> ()`.
+    - `log_likelihood`: `(z, row) -> ()`, the log-likelihood of one row of data.
+    - `data`: a pytree of arrays with one row per observation.
+    - `batch_size`: the size n of a minibatch.
 
     ```python
     import jax, jax.numpy as jnp
@@ -324,14 +334,13 @@ class Minibatch(eqx.Module):
 
 
 def with_minibatches(tree: Any, key: PRNGKeyArray) -> Any:
-    """The SDE of a sampler with each `Minibatch` in it replaced by a new estimate."""
+    """Replace each `Minibatch` in the SDE of a sampler by a new estimate."""
     is_target = lambda node: isinstance(node, Minibatch)
     return jax.tree.map(lambda node: node.draw(key=key) if is_target(node) else node, tree, is_leaf=is_target)
 
 
 MAX_NEWTON_STEPS = 8  # maximum number of Newton iterations
-# solutions that differ by more than this, relative to the noise, are treated as different
-DIFFERENT_SOLUTION = 1e-3
+DIFFERENT_SOLUTION = 1e-3  # points further apart, relative to the noise, count as different solutions
 
 
 class GradientState(SamplerState):
@@ -357,13 +366,13 @@ class FlowSampler(AbstractSampler):
     If σ(T(u)) is the derivative of a map T at u, it is MALA for u, up to solver error. `rf.AdjustedSampler`
     proposes along straight lines instead, which limits the step size where σ varies quickly.
 
-    The ODE is solved with `num_substeps` steps of the implicit midpoint rule. The rule is reversible and its
-    Jacobian determinant is known, so solver errors do not bias the chain. Newton's method solves the
-    equations of the rule up to rounding error. A move is rejected if Newton's method fails in either
-    direction, or if the reverse move does not return to z. A step costs one gradient of the log density.
+    The ODE is solved with `num_substeps` steps of the implicit midpoint method. It is reversible and its
+    Jacobian determinant is known, so solver errors do not bias the chain. Newton's method solves the implicit
+    equations up to rounding error. A move is rejected if Newton's method fails in either direction, or if the
+    reverse move does not return to z. A step costs one gradient of the log density.
 
-    **Arguments:** `sde`, an `rf.targeted_sde` with as many noise components as dimensions; `dt`;
-    `num_substeps`.
+    **Arguments:** `sde` is an `rf.targeted_sde` with as many noise components as dimensions, `dt` is the step
+    size, and `num_substeps` is the number of steps of the ODE solver.
 
     ```python
     import jax, jax.numpy as jnp
@@ -419,7 +428,7 @@ class FlowSampler(AbstractSampler):
         return noise_matrix(self.sde.noise(jnp.zeros((), z.dtype), z))
 
     def _mean(self, state: GradientState) -> Array:
-        """m(z) in the docstring of the class."""
+        """m(z) as defined in the docstring of the class."""
         t = jnp.zeros((), state.z.dtype)
         spread, turn = self.sde.spread(t, state.z), self.sde.turn(t, state.z, state.gradient)
         mean = spread.pull(state.gradient)

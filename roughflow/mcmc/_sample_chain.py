@@ -84,14 +84,17 @@ def sample_chain(
     burn_in: int = 0,
     thin: int = 1,
 ) -> Chain:
-    """Run a sampler from `z0`, one chain per row, all in parallel.
+    """Run one Markov chain from each row of `z0`, all in parallel.
 
     **Arguments:**
 
-    - `sampler`: an `rf.mcmc.FlowSampler`, `rf.AdjustedSampler` or `rf.UnadjustedSampler`; an SDE stands for
-      `rf.UnadjustedSampler(sde, dt)`.
+    - `sampler`: an `rf.mcmc.FlowSampler`, `rf.AdjustedSampler` or `rf.UnadjustedSampler`; an SDE is
+      equivalent to `rf.UnadjustedSampler(sde, dt)`.
     - `z0`: starting points, `(d,)` or `(chains, d)`; samples of a trained flow give a warm start.
-    - `num_steps`: number of steps after the first `burn_in` steps; every `thin`-th state is kept.
+    - `num_steps`: number of steps after burn-in.
+    - `dt`: step size, if `sampler` is an SDE.
+    - `burn_in`: number of initial steps that are discarded.
+    - `thin`: thinning interval; the last of every `thin` states is kept.
 
     ```python
     import jax, jax.numpy as jnp

@@ -57,18 +57,21 @@ def warm_up(
     chains.
 
     Four of the chains first climb towards a mode with Newton's method. Each point on the way, with the
-    curvature there, defines a normal distribution. Each climbing chain keeps the one that is closest to the
-    target in the sense of E[log p − log q], as in Pathfinder (Zhang et al. 2022). It may be far from the
-    mode, as in a funnel. The best of the four gives the initial σ. If the log density at a starting point is
-    far below that of draws from the mixture of these normal distributions, the chain is moved to such a draw
-    by importance resampling, with a warning; the other chains keep their starting points. Then, in four
-    rounds, dt is adjusted towards an acceptance rate of 0.574 (Robbins–Monro). After each round but the last,
-    σσᵀ is set to the covariance of the positions. Adaptation then stops, so the stationary distribution is
-    exact.
+    curvature there, defines a normal distribution. Each climbing chain keeps the distribution that is closest
+    to the target in the sense of E[log p − log q], as in Pathfinder (Zhang et al. 2022). It may be far from
+    the mode, as in a funnel. The best of the four gives the initial σ. If the log density at a starting point
+    is far below that of draws from the mixture of these normal distributions, the chain is moved to such a
+    draw by importance resampling, with a warning; the other chains keep their starting points. Then, in four
+    rounds, dt is adjusted towards an acceptance rate of 0.574 (Robbins–Monro). After each round except the
+    last, σσᵀ is set to the covariance of the positions. Adaptation then stops, so the stationary distribution
+    is exact.
 
-    **Arguments:** `log_density`; `z0`, `(chains, d)`, several chains; `num_steps`, total number of steps (one
-    gradient per step and chain), several hundred or more; `climb`, whether to climb first; if False, all
-    chains start at z0.
+    **Arguments:**
+
+    - `log_density`: `z -> ()`, up to a constant.
+    - `z0`: starting points of several chains, `(chains, d)`.
+    - `num_steps`: total number of steps, several hundred or more; each takes one gradient per chain.
+    - `climb`: whether chains first climb towards a mode; if False, all chains start at `z0`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -125,16 +128,16 @@ def starts(name: str, z0: Any) -> Array:
 
 
 def least_steps(chains: int, dimension: int) -> int:
-    """Minimum number of steps for which the second half of a round has enough positions to estimate a
-    covariance: two per dimension."""
+    """The minimum number of steps for which the second half of each round has enough positions to estimate a
+    covariance: about two per dimension."""
     each = -(-2 * (dimension + 1) // chains)
     return NUM_ROUNDS * (2 * each - 1)
 
 
 @jit
 def _climb(log_density: LogDensity, z: Array, key: PRNGKeyArray) -> tuple[Array, Array, Array]:
-    """A square root of the covariance of the best normal approximation, the positions of all chains, and the
-    number of moved chains."""
+    """Climb towards modes. Return a square root of the covariance of the best normal approximation, the
+    positions of all chains, and the number of chains that were moved."""
     target = as_target(log_density)
     key_trial, key_draw = jax.random.split(key)
     trials = jax.random.normal(key_trial, (TRIAL_DRAWS, z.shape[1]), z.dtype)
@@ -183,8 +186,8 @@ def _best_normal(target: LogDensity, start: Array, trials: Array) -> tuple[Array
 def _resample(
     target: LogDensity, centres: Array, roots: Array, bounds: Array, key: PRNGKeyArray, count: int
 ) -> tuple[Array, Array]:
-    """Draws from the mixture of the normals, resampled with weights p/q, so that modes are represented in
-    proportion to their mass; and log p at the draws, −inf if there are no valid draws."""
+    """Draws from the mixture of the normal approximations, resampled with weights p/q so that modes are
+    represented in proportion to their mass; and log p at the draws, −inf if there are no valid draws."""
     key_unit, key_choose = jax.random.split(key)
     usable = jnp.isfinite(bounds)
     roots = jnp.where(usable[:, None, None], roots, jnp.eye(roots.shape[-1], dtype=roots.dtype)[None])
@@ -208,14 +211,15 @@ def _resample(
 
 
 def climbing_gradients(dimension: int, chains: int) -> int:
-    """The cost of `_climb` in gradients, where a Hessian counts as 2d gradients and a value as one."""
+    """The cost of `_climb` in gradients, where a Hessian counts as 2d gradients and a log density as one."""
     return (
         min(NUM_CLIMBERS, chains) * CLIMB_STEPS * (2 * dimension + 12 + TRIAL_DRAWS) + MIXTURE_DRAWS + chains
     )
 
 
 def _inverse_curvature(target: LogDensity, y: Array) -> Array:
-    """The inverse of the absolute value of the Hessian; I where the Hessian is zero, as on a cone."""
+    """The inverse of the absolute value of the Hessian; the identity if the Hessian is zero, as on a cone, or
+    not finite."""
     hessian = jax.hessian(target)(y)
     flat = ~jnp.all(jnp.isfinite(hessian)) | jnp.all(hessian == 0)
     values, vectors = jnp.linalg.eigh(jnp.where(flat, jnp.eye(y.shape[0], dtype=y.dtype), hessian))
@@ -262,7 +266,7 @@ def _spread(places: Array) -> Array:
 
 
 def _root(covariance: Array) -> Array:
-    """The lower Cholesky factor of a matrix, which is first made positive definite if necessary."""
+    """The lower Cholesky factor of a covariance matrix, which is made positive definite if necessary."""
     width = jnp.sqrt(jnp.maximum(jnp.diagonal(covariance), jnp.finfo(covariance.dtype).tiny))
     values, vectors = jnp.linalg.eigh(0.5 * (covariance + covariance.T) / jnp.outer(width, width))
     size = jnp.sqrt(jnp.maximum(values, 1e-12 * jnp.max(values)))
@@ -272,7 +276,7 @@ def _root(covariance: Array) -> Array:
 
 
 GRADIENTS_PER_STEP = 3  # gradients per training step: one to move, two for a derivative of a gradient
-WARM_UP, FINISH = 0.1, 0.05  # fractions of the budget
+WARM_UP, FINISH = 0.1, 0.05  # fractions of the budget for the warm-up and the final adaptation
 TRAINING_SUBSTEPS = 2  # substeps per move during training; doubled afterwards
 LINEAR_LOSS = 5.0  # the loss grows logarithmically where −log a exceeds this value
 VOLUME_RATE = 0.02  # learning rate of log β, the weight of the volume
@@ -303,7 +307,7 @@ class SpeedMeasure(AbstractStatefulObjective):
     `TARGET_ACCEPTANCE`.
     """
 
-    chains: GradientState = eqx.field(metadata=GIVEN)  # initial positions
+    chains: GradientState = eqx.field(metadata=GIVEN)  # initial states
     uses_data: ClassVar[bool] = False
 
     def start(self, model: FlowSampler, *, key: PRNGKeyArray) -> tuple[GradientState, Array]:
@@ -329,13 +333,13 @@ class SpeedMeasure(AbstractStatefulObjective):
 
 
 def _cost(log_ratio: Array) -> Array:
-    """−log min(1, a), which is logarithmic beyond a threshold, so that a move with a very small a does not
-    dominate, and zero if the solve failed."""
-    refused = jnp.where(jnp.isfinite(log_ratio), jnp.maximum(-log_ratio, 0), 0)
+    """−log min(1, a). Beyond a threshold it grows only logarithmically, so that a move with a very small a
+    does not dominate; it is zero if the solve failed."""
+    loss = jnp.where(jnp.isfinite(log_ratio), jnp.maximum(-log_ratio, 0), 0)
     return jnp.where(
-        refused < LINEAR_LOSS,
-        refused,
-        LINEAR_LOSS * (1 + jnp.log(jnp.maximum(refused, LINEAR_LOSS) / LINEAR_LOSS)),
+        loss < LINEAR_LOSS,
+        loss,
+        LINEAR_LOSS * (1 + jnp.log(jnp.maximum(loss, LINEAR_LOSS) / LINEAR_LOSS)),
     )
 
 
@@ -369,10 +373,11 @@ def tune_sampler(
       them: chains that stay in one mode have an R-hat far above 1.
     - `num_gradients`: the budget, the total number of gradients of the log density over all chains. A
       training step takes three gradients per chain.
-    - `skew`: a Q for `rf.targeted_sde`, such as an `rf.sde.SkewNetwork`, trained together with σ.
+    - `skew`: the skew matrix Q for `rf.targeted_sde`, such as an `rf.sde.SkewNetwork`, which is trained
+      together with σ.
     - `width`: width of the network.
-    - `climb`: as in `rf.warm_up`. Starting points of very low log density are replaced, with a warning;
-      `climb=False` keeps them all.
+    - `climb`: as in `rf.warm_up`. Starting points with a very low log density are replaced, with a warning;
+      `climb=False` keeps all starting points.
     - `progress`, `training`, `run`: as in `rf.fit`. By default, the learning rate is 0.01 and gradients are
       clipped at 1.
 
@@ -422,7 +427,7 @@ def tune_sampler(
 
 
 def _plan(budget: int, climbing: int, chains: int, dimension: int) -> tuple[int, int, int]:
-    """Number of steps per chain for the warm-up, the training and the final adaptation."""
+    """The number of steps per chain for the warm-up, the training and the final adaptation."""
     each = (budget - climbing) // chains
     first, last = int(WARM_UP * each), int(FINISH * each)
     needed = least_steps(chains, dimension)

@@ -1,8 +1,8 @@
 """Figures: densities, samples, paths, and diagnostics of fits and estimates.
 
 Each function draws on the given axes, or on new axes as wide as one column of a paper, and returns the axes.
-The settings of matplotlib are not changed. Lines have the colours of Okabe and Ito, which are safe for
-colour-blind readers; densities have shades of one hue.
+The settings of matplotlib are not changed. Lines use the palette of Okabe and Ito, which is safe for
+colour-blind readers; densities use shades of one hue.
 
 ```python
 from roughflow import plots

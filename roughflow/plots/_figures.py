@@ -25,7 +25,7 @@ from .._checks import as_real, check_count, check_instance, check_number, shown
 BLUE, VERMILION, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
 GREY, NIGHT, EMBER = "#767676", "#08306B", "#5C1A00"
 DENSITY = LinearSegmentedColormap.from_list("density", ["white", SKY, BLUE, NIGHT])
-# A range of colours that is dark enough at both ends for white paper, and distinct from the blue of
+# Both ends of this range of colours are dark enough for white paper, and it is distinct from the blue of
 # densities.
 TIME = LinearSegmentedColormap.from_list("time", ["#F3B562", VERMILION, EMBER])
 COLUMN = 3.4  # inches
@@ -35,7 +35,7 @@ Window = tuple[float, float, float, float]
 
 
 def labelled(ax: Axes | None, xlabel: str, ylabel: str, height: float = 0.75 * COLUMN) -> Axes:
-    """The given axes, or new ones, with labels on both axes."""
+    """The given axes, or new ones, with labels for x and y."""
     if ax is None:
         _, ax = plt.subplots(figsize=(COLUMN, height), layout="constrained")
     ax.tick_params(labelsize=SMALL)
@@ -52,7 +52,7 @@ def curves(ax: Axes | None, xlabel: str, ylabel: str) -> Axes:
 
 
 def plane(ax: Axes | None, extent: Window | None) -> Axes:
-    """Axes for points of the plane, with equal scales."""
+    """Axes for points in the plane, with equal scales."""
     ax = labelled(ax, "$x_1$", "$x_2$", height=0.9 * COLUMN)
     ax.set_aspect("equal")
     for axis in (ax.xaxis, ax.yaxis):
@@ -126,14 +126,14 @@ def density(
     maximum: float | None = None,
     colour_bar: bool = False,
 ) -> Axes:
-    """A heat map of exp(log_prob) on a window of the plane.
+    """A heat map of exp(log_prob) in a window of the plane.
 
     **Arguments:**
 
     - `log_prob`: a function from points `(N, 2)` to log-densities `(N,)`, called on `chunk` points at a time;
       or the log-densities at the points of `grid(extent, resolution)`.
     - `extent`: (left, right, bottom, top).
-    - `maximum`: the density that has the darkest shade, by default the highest one; set it to use one scale
+    - `maximum`: the density with the darkest shade, by default the highest density; set it to use one scale
       for several maps.
 
     ```python
@@ -163,7 +163,7 @@ def density(
 
 
 def samples(points: ArrayLike, *, extent: Window | None = None, ax: Axes | None = None) -> Axes:
-    """Points of the plane, `(N, 2)`, as dots, which are smaller and paler if there are many.
+    """A scatter plot of points in the plane, `(N, 2)`. The dots are smaller and paler if there are many.
 
     ```python
     import jax
@@ -184,8 +184,8 @@ def samples(points: ArrayLike, *, extent: Window | None = None, ax: Axes | None 
 
 
 def trajectory(path: ArrayLike, *, t1: float = 1.0, ax: Axes | None = None, colour_bar: bool = False) -> Axes:
-    """A path in the plane at T equally spaced times of [0, t1], `(T, 2)`. It darkens with time, from an open
-    circle at its start to a filled circle at its end.
+    """A path in the plane, `(T, 2)`, given at T equally spaced times in [0, t1]. It darkens with time, from
+    an open circle at its start to a filled circle at its end.
 
     ```python
     import jax, jax.numpy as jnp
@@ -215,7 +215,7 @@ def trajectory(path: ArrayLike, *, t1: float = 1.0, ax: Axes | None = None, colo
 
 
 def sample_paths(times: ArrayLike, paths: ArrayLike, *, ax: Axes | None = None) -> Axes:
-    """One-dimensional paths over time: `times` `(T,)`, `paths` `(K, T)`.
+    """One-dimensional `paths`, `(K, T)`, over `times`, `(T,)`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -244,7 +244,7 @@ def approximations(
     ax: Axes | None = None,
     label: str = "Brownian path",
 ) -> Axes:
-    """A rough path and its smooth approximations, each given as a path or as its values at `times`.
+    """A rough path and its smooth approximations. Each is given as a path or by its values at `times`.
 
     ```python
     import jax, jax.numpy as jnp
@@ -260,8 +260,8 @@ def approximations(
     times = np.asarray(times)
     ax = curves(ax, "time $t$", "$B(t)$")
     ax.plot(times, _values(path, times), color=GREY, linewidth=0.6, alpha=0.8, label=label)
-    looks = cycle([("-", BLUE), ("--", VERMILION), ("-.", GREEN), (":", PURPLE)])
-    for (name, smooth), (style, colour) in zip(approximations.items(), looks, strict=False):
+    styles = cycle([("-", BLUE), ("--", VERMILION), ("-.", GREEN), (":", PURPLE)])
+    for (name, smooth), (style, colour) in zip(approximations.items(), styles, strict=False):
         ax.plot(times, _values(smooth, times), style, color=colour, linewidth=1.5, label=name)
     ax.set_xlim(times[0], times[-1])
     ax.legend(frameon=False, fontsize=SMALL)
@@ -269,7 +269,7 @@ def approximations(
 
 
 def _values(path: rf.driver.Path | ArrayLike, times: np.ndarray) -> np.ndarray:
-    """The values of a one-dimensional path at some times."""
+    """The values of a one-dimensional path at these times."""
     is_path = isinstance(path, rf.driver.Path)
     values = np.asarray(jax.vmap(path.evaluate)(jnp.asarray(times)) if is_path else path)
     values = values[..., 0] if values.shape == (*times.shape, 1) else values
@@ -279,8 +279,8 @@ def _values(path: rf.driver.Path | ArrayLike, times: np.ndarray) -> np.ndarray:
 
 
 def diagnostics(estimate: rf.Estimate, *, figure: Figure | None = None) -> Figure:
-    """Diagnostics of an estimate at many points: sorted effective paths, Monte Carlo errors and truncation
-    errors.
+    """Diagnostics of an estimate at many points: the effective paths, standard errors and truncation errors,
+    each sorted.
 
     Suspect points are red, and the warning of the estimate is the title.
 
@@ -313,8 +313,8 @@ def diagnostics(estimate: rf.Estimate, *, figure: Figure | None = None) -> Figur
 
 
 def _sorted(ax: Axes, values: ArrayLike, suspect: np.ndarray, label: str) -> None:
-    """Sorted values against the fraction of smaller values. Values that the scale cannot show are counted in
-    the title."""
+    """Plot sorted values against the fraction of smaller values. The title counts the values that the scale
+    cannot show."""
     order = np.argsort(np.ravel(values))
     ranked, bad = np.ravel(values)[order], suspect[order]
     drawn = np.isfinite(ranked)
@@ -334,7 +334,7 @@ def _sorted(ax: Axes, values: ArrayLike, suspect: np.ndarray, label: str) -> Non
 
 
 class History(Protocol):
-    """The fields that `training` draws; the validation loss may be None or empty."""
+    """The fields of a history that `training` plots; those of the validation loss may be None or empty."""
 
     @property
     def step(self) -> np.ndarray: ...
@@ -349,10 +349,10 @@ class History(Protocol):
 def training(
     history: History, *, ax: Axes | None = None, entropy: float | None = None, window: int | None = None
 ) -> Axes:
-    """The loss at each step, its moving mean, the validation loss, and the entropy of the data as a lower
-    limit.
+    """The loss at each step, its moving mean, the validation loss, and the entropy of the data, which is a
+    lower bound on the expected loss.
 
-    **Arguments:** `window`, the number of steps in the moving mean; by default 2 % of all steps.
+    **Arguments:** `window`, the number of steps in the moving mean, by default 2 % of all steps.
 
     ```python
     import numpy as np
@@ -375,14 +375,14 @@ def training(
     smooth = _moving_mean(loss, window or max(1, len(loss) // 50))
     ax.plot(step, smooth, color=BLUE, linewidth=1.5, label="training")
     drawn = [smooth, np.quantile(loss[np.isfinite(loss)], [0, 0.98])]
-    looks, validation = history.validation_step, history.validation_loss
-    if looks is not None and validation is not None and validation.size:
-        ax.plot(looks, validation, "o-", color=VERMILION, markersize=3, label="validation")
+    checks, validation = history.validation_step, history.validation_loss
+    if checks is not None and validation is not None and validation.size:
+        ax.plot(checks, validation, "o-", color=VERMILION, markersize=3, label="validation")
         drawn.append(validation[1:])
     if entropy is not None:
         ax.axhline(entropy, color="black", linewidth=1.0, linestyle="--", label=f"entropy, {entropy:.3f}")
         drawn.append(np.array([entropy]))
-    # Without these limits, large losses in the first steps would make the rest look like a flat line.
+    # Without these limits, the large losses of the first steps would flatten the rest of the curve.
     low, high = np.nanmin(np.concatenate(drawn)), np.nanmax(np.concatenate(drawn[1:]))
     ax.set(xlim=(step[0], step[-1]), ylim=(low - 0.05 * (high - low), high + 0.05 * (high - low)))
     ax.legend(frameon=False, fontsize=SMALL)

@@ -52,7 +52,7 @@ def bands(
     states, when = jnp.asarray(x)[:, None], jnp.asarray(time, float)
 
     def coefficients(sde: rf.AbstractSDE) -> Array:
-        """The drift, and the logarithm of the noise, so that its band is positive."""
+        """The drift and the logarithm of the noise; the logarithm keeps the band of the noise positive."""
         drift = jax.vmap(lambda z: sde.drift(when, z)[0])(states)
         noise = jax.vmap(lambda z: jnp.linalg.norm(jnp.asarray(sde.diffusion(when, z))))(states)  # pyright: ignore[reportCallIssue]
         return jnp.stack([drift, jnp.log(noise)])
@@ -82,16 +82,16 @@ def _band(ax: Axes, x: np.ndarray, drawn: np.ndarray, level: float) -> None:
 
 BANDS = (0.9, 0.5)  # fractions of paths inside the bands of a fan
 LAGS, BINS, PATHS = 20, 20, 2000
-# grid of a stationary density: extent beyond the series, in ranges of the series; number of points
+# Grid of a stationary density: extent beyond the series, as a multiple of its range; number of points.
 REACH, POINTS = 3.0, 4001
 NEGLIGIBLE = 1e-3  # relative density at the ends of the grid below which tails outside the grid are ignored
-# lengths of the forecast and of the part of the series that is shown, as fractions of its total length
+# Lengths of the forecast and of the part of the series that is shown with it, as fractions of the series.
 AHEAD, SHOWN = 0.25, 0.5
 
 
 def fan(times: ArrayLike, paths: ArrayLike, *, ax: Axes | None = None) -> Axes:
-    """A fan chart of one-dimensional paths: the median, and the ranges of 50 and 90 % of them, for `times`
-    `(T,)` and `paths` `(K, T)`. Paths that are NaN, because they left the state space, are excluded.
+    """A fan chart of one-dimensional `paths`, `(K, T)`, over `times`, `(T,)`: the median and the central
+    ranges of 50 % and 90 % of the paths. NaN values of paths that left the state space are ignored.
 
     ```python
     import jax, jax.numpy as jnp
@@ -126,9 +126,8 @@ def fitted_sde(
     time_label: str | None = None,
     value_label: str = "value",
 ) -> Figure:
-    """Diagnostics of a fit to a one-dimensional series: the series, with unexpected values marked and the
-    stationary distribution of the SDE, if it has one; the residuals and their autocorrelation; and a
-    forecast.
+    """Diagnostics of a fit to a one-dimensional series: the series with its unexpected values, and the
+    stationary distribution of the SDE if it has one; the residuals and their autocorrelation; and a forecast.
 
     **Arguments:** `residuals`, if already computed; `origin`, the label of time 0, by default the year of the
     first date, or 0 for numeric times.
@@ -185,11 +184,11 @@ def states(
     figure: Figure | None = None,
     time_label: str | None = None,
 ) -> Figure:
-    """The components of the state given all values (`FittedSDE.smoothed`), each with a pointwise band, and
-    the observed values.
+    """The components of the state given all observations (`FittedSDE.smoothed`), each with a pointwise band,
+    and the observed values.
 
-    Bands assume that each component is normally distributed, or that its logarithm is, if the component is
-    positive and very uncertain.
+    Bands assume that each component is normally distributed or, if it is positive and very uncertain, that
+    its logarithm is.
 
     ```python
     import jax, numpy as np
@@ -276,7 +275,7 @@ def _series(
 
 def _histogram(ax: Axes, uniform: np.ndarray, p: float) -> None:
     bins = max(5, min(BINS, uniform.size // 10))
-    # The range that contains 95 % of the bars if the numbers are uniform.
+    # The range that contains 95 % of the bars if the residuals are uniform.
     low, high = stats.binom.ppf([0.025, 0.975], uniform.size, 1 / bins) * bins / uniform.size
     ax.axhspan(low, high, color=GREY, alpha=0.2, linewidth=0)
     density, edges = np.histogram(uniform, bins, (0, 1), density=True)
@@ -300,7 +299,8 @@ def _autocorrelation(ax: Axes, normal: np.ndarray, p: float) -> None:
 
 
 def _stationary(sde: rf.AbstractSDE, values: np.ndarray) -> tuple[float, float] | None:
-    """The central 95 % of the stationary distribution; None if it extends far beyond the values.
+    """The central 95 % interval of the stationary distribution; None if the distribution extends far beyond
+    the values.
 
     Its density is σ⁻² exp(∫ 2μ/σ² dx) up to a constant, on a grid that is uniform in the coordinates of the
     SDE.

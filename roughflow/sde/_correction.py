@@ -51,8 +51,8 @@ class AbstractCorrection(eqx.Module):
 
 
 class ExactCorrection(AbstractCorrection):
-    """The exact correction c = ½ Σⱼ (Dσⱼ) σⱼ. It costs one Jacobian-vector product per column, none if σ does
-    not depend on z, and a single one for a diagonal operator whose i-th entry depends on zᵢ only.
+    """The exact correction c = ½ Σⱼ (Dσⱼ) σⱼ. It costs min(d, m) Jacobian–vector products, none if σ does not
+    depend on z, and a single one for a diagonal operator whose i-th entry depends on zᵢ only.
 
     ```python
     import jax.numpy as jnp
@@ -79,8 +79,9 @@ class ExactCorrection(AbstractCorrection):
         sigma, tangent = jax.linearize(diffusion, z)
         dimension, columns = noise_shape(sigma)
 
-        # Σⱼ (Dσⱼ) σⱼ = Σₖ (∂ₖσ) (row k of σ)ᵀ: use the shorter sum. The directions eₖ are constant, so a
-        # batch shares their first-layer products; in a tie, the second sum is used.
+        # Σⱼ (Dσⱼ) σⱼ = Σₖ (∂ₖσ) (row k of σ)ᵀ: use the shorter sum. If both have the same length, use the
+        # second: its directions eₖ are constant, so that the products of the first layer with them are shared
+        # by a batch.
         def along_row(k: Index) -> Array:
             return apply_noise(tangent(axis(z, k)), noise_row(sigma, k))
 
@@ -92,7 +93,7 @@ class ExactCorrection(AbstractCorrection):
 
 
 class SampledCorrection(AbstractCorrection):
-    """The one-product estimate c = ½ D[σ(·) ε] (σ ε) with random signs ε, whose cost does not grow with m.
+    """The estimate c ≈ ½ D[σ(·) ε] (σ ε) with random signs ε. It costs one Jacobian–vector product for any m.
 
     It is unbiased over ε. However, ε is fixed along each path, and a drift that is correct only on average
     over paths gives a different distribution. A flow therefore uses it only if every ε gives the same result,
@@ -128,7 +129,7 @@ class SampledCorrection(AbstractCorrection):
 
 
 def same_for_all_signs(sde: AbstractSDE, z: Array, *, key: PRNGKeyArray) -> bool:
-    """Whether the sampled correction, with random signs, equals the exact one at the points z `(k, d)` and
+    """Whether the sampled correction, with random signs, equals the exact one at the points z `(k, d)` and at
     two times."""
     times = jnp.array([0.1, 0.7], z.dtype)
 
@@ -150,7 +151,7 @@ def checked_correction(
 ) -> AbstractCorrection:
     """The requested correction if it preserves the distribution; otherwise the exact one, with a warning.
 
-    If the signs are fixed along each path, the distribution of the flow changes, unless every choice of signs
+    Signs that are fixed along each path change the distribution of the flow, unless every choice of signs
     gives the same correction.
     """
     if not isinstance(correction, SampledCorrection) or isinstance(sde, AbstractStratonovichSDE):
@@ -169,7 +170,7 @@ def checked_correction(
 def stratonovich_coefficients(
     sde: AbstractSDE, correction: AbstractCorrection, t: Array, z: Array, signs: Array | None
 ) -> tuple[Array, Noise]:
-    """μ̃ and σ at one point; σ is evaluated once."""
+    """The Stratonovich drift μ̃ and σ at one point; σ is evaluated once."""
     if isinstance(sde, AbstractStratonovichSDE):
         return sde.drift(t, z), sde.noise(t, z)
     sigma, change = correction(lambda y: sde.noise(t, y), z, signs)
@@ -199,8 +200,8 @@ class CorrectedDrift(eqx.Module):
 def to_stratonovich(sde: AbstractSDE, *, key: PRNGKeyArray | None = None) -> AbstractStratonovichSDE:
     """The Stratonovich SDE with the same solution, with drift μ − ½ Σⱼ (Dσⱼ) σⱼ.
 
-    The conversion is exact without a `key`. With a key, the correction is the one-product estimate ½ D[σ(·)
-    ε] (σ ε) with random signs ε, which is unbiased over keys and whose cost does not grow with m. A
+    The conversion is exact without a `key`. With a key, the correction is estimated by ½ D[σ(·) ε] (σ ε) with
+    random signs ε. This estimate is unbiased over keys and costs one Jacobian–vector product for any m. A
     Stratonovich SDE is returned unchanged.
 
     The result contains the parameters of the diffusion twice: in the new drift and in the diffusion itself.
@@ -244,7 +245,7 @@ def _typed(key: PRNGKeyArray | None) -> PRNGKeyArray | None:
 
 
 class Spread(eqx.Module):
-    """σ at one point, `div σ` and c; `div σ` and c are None if σ is constant."""
+    """σ, `div σ` and c at one point; `div σ` and c are None if σ is constant."""
 
     sigma: Noise
     divergence: Array | None

@@ -3,8 +3,8 @@
 On a GPU, `jets` and its pull-back are kernels. JAX differentiates a network for the correction, for the
 divergence and for training, inside a `vmap`, so the kernels are primitives with their own rules: a derivative
 in z is a jet of the next order, a derivative in the weights is a linear map whose transpose is the pull-back
-kernel, and a `vmap` is one more axis of points. All other cases (third derivatives, weights that differ
-between points) use a plain JAX implementation, against which the tests check the kernels.
+kernel, and a `vmap` adds an axis of points. All other cases (third derivatives, weights that differ between
+points) use a plain JAX implementation, against which the tests check the kernels.
 """
 
 import functools
@@ -20,10 +20,10 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
 Block = Array  # (rows,) or (rows, width)
-# Weights of the first layer by rows, of the hidden layers, of the last layer by columns; biases of the hidden
-# layers.
+# The rows of the first weight matrix, the weight matrices between hidden layers, the columns of the last
+# weight matrix, and the biases of the hidden layers.
 Layers = tuple[list[Array], list[Array], list[Array], list[Array]]
-# Rows per block, and warps per block, tuned on an H200. A network with one hidden layer has no matrix
+# Numbers of rows and of warps per block, tuned on an H200. A network with one hidden layer has no matrix
 # products, and with a single warp a reduction need not wait for other warps.
 ONE_LAYER, LAYERS, BACKWARD = (32, 1), (64, 4), (16, 4)
 WIDTHS = (16, 32, 64)
@@ -43,20 +43,20 @@ def fits(sizes: Sequence[int], order: int) -> bool:
 
 
 def count(d: int, order: int) -> int:
-    """Number of values and derivatives along d axes up to `order`."""
+    """The number of derivatives along d axes up to `order`, including the value."""
     return 1 + (d if order else 0) + (d * (d + 1) // 2 if order > 1 else 0)
 
 
 def product(a: Block, b: Array, across: int = 0) -> Block:
-    """a b, or a bᵀ, on tensor cores. Each number is split into two bfloat16 parts; three products of these
-    parts give a relative error of 1e-5."""
+    """a b, or a bᵀ if `across` is 1, on tensor cores. Each float is split into two bfloat16 parts; three
+    products of these parts give a relative error of 1e-5."""
     (a, fine_a), (b, fine_b) = _halves(a), _halves(b)
     return _dot(fine_a, b, 1, across) + _dot(a, fine_b, 1, across) + _dot(a, b, 1, across)
 
 
 def _dot(a: Array, b: Array, *over: int) -> Array:
     dimensions = (((over[0],), (over[1],)), ((), ()))
-    # The precision "default" uses ten bits of a float32.
+    # The precision "default" uses ten mantissa bits of a float32.
     how = jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(a, b, dimensions, precision=how, preferred_element_type=jnp.float32)
 
@@ -70,9 +70,9 @@ def _halves(x: Array) -> tuple[Array, Array]:
 def product_to_pull_back(a: Block, b: Array) -> Block:
     """`product` with a custom derivative rule, for use in a pull-back kernel.
 
-    Derivatives with respect to b are sums over the batch, computed with ten bits because rounding errors
-    average out: with a thousand points, the relative error of a gradient of the model of Hodgkinson et al.
-    (2020) is 2e-6.
+    Derivatives with respect to b are sums over the batch, computed with ten mantissa bits because rounding
+    errors average out: with a thousand points, the relative error of a gradient of the model of Hodgkinson et
+    al. (2020) is 2e-6.
     """
     return product(a, b)
 
@@ -84,7 +84,7 @@ product_to_pull_back.defvjp(
 
 
 def jet_of_block(layers: Layers, z: list[Block], order: int, times: Callable) -> list[Block]:
-    """The value of each output, then its derivatives along axis k, then those along k and i ≤ k.
+    """The values of the outputs, then their derivatives along each axis k, then those along k and i ≤ k.
 
     For a layer with p = x W + b, a = tanh p and s = 1 − a²: ∂ₖa = s ∂ₖp and ∂ₖᵢa = s ∂ₖᵢp − 2a s ∂ₖp ∂ᵢp.
     """
@@ -132,7 +132,7 @@ def forward(z: Array, weights: Sequence[Array], biases: Sequence[Array], order: 
 def pull_back(
     z: Array, weights: Sequence[Array], biases: Sequence[Array], ct: Array, order: int, **how: Any
 ) -> tuple[Array, ...]:
-    """Pull-back of cotangents of the jets `(B, m, n)` to the points, the weights and the biases.
+    """Pull cotangents of the jets, `(B, m, n)`, back to the points, the weights and the biases.
 
     Each program processes a part of the batch and accumulates the gradients of the weights; all programs run
     concurrently.
@@ -182,7 +182,7 @@ def at_once() -> int:
 
 
 def _laid_out(weights: Sequence[Array], biases: Sequence[Array]) -> tuple[Array, ...]:
-    """Arrays whose last axis is the width of the network."""
+    """The parameters as arrays whose last axis is the width of the network."""
     return (*weights[:-1], weights[-1].T, jnp.stack(biases))
 
 
@@ -261,15 +261,15 @@ def plain_jets(z: Array, *parameters: Array, order: int) -> tuple[Array]:
 
 
 def plain_tangent(*arguments: Array, order: int) -> tuple[Array]:
-    """The derivative of jets with respect to points and weights; the second half of the arguments are
-    tangents."""
+    """The derivative of the jets with respect to points, weights and biases; the second half of the arguments
+    consists of tangents."""
     half = len(arguments) // 2
     return jax.jvp(functools.partial(plain_jets, order=order), arguments[:half], arguments[half:])[1]
 
 
 def plain_pull_back(*arguments: Array, order: int) -> tuple[Array, ...]:
     """The transpose of `plain_tangent`: maps cotangents of the jets, the last argument, to cotangents of
-    points and weights."""
+    points, weights and biases."""
     *primals, ct = arguments
     return jax.vjp(functools.partial(plain_jets, order=order), *primals)[1]((ct,))
 
@@ -368,8 +368,8 @@ def _transpose(cts: Sequence[Any], *arguments: Any, order: int) -> list[Any]:
 
 
 def _batch_points(primitive: Primitive, plain: Callable, copies: int) -> Callable:
-    """A batching rule for a `vmap` over points (`copies` 1), or over points and their tangents (`copies` 2).
-    The arguments are `copies` lists of points, weights and biases."""
+    """A batching rule for a `vmap` over points (`copies=1`), or over points and their tangents (`copies=2`).
+    The arguments consist of `copies` sequences of points, weights and biases."""
 
     def batch(arguments: Sequence[Array], axes: Sequence[int | None], *, order: int):
         points = range(0, len(arguments), len(arguments) // copies)

@@ -15,7 +15,7 @@ from .._programs import in_double_precision, jit
 from ..faq import see
 from ._sde import AbstractItoSDE, AbstractSDE
 
-# Activations of jax.nn with a discontinuous derivative, by their names in traces. They are refused by name,
+# Activations of jax.nn with a discontinuous derivative, by their names in traces. They are rejected by name,
 # because zero initial weights can hide their kinks.
 KINKED = {"relu", "relu6", "leaky_relu", "hard_tanh", "hard_sigmoid", "hard_silu", "selu"}
 # Smooth functions that contain comparisons or absolute values.
@@ -38,7 +38,7 @@ BRANCHES: dict[str, Callable[..., Any]] = {
         for name in ("argmax", "argmin", "reduce_max", "reduce_min", "sort", "cummax", "cummin", "top_k")
     },
 }
-RAYS, STEPS = 16, 240  # number of search lines, and steps along each
+RAYS, STEPS = 16, 240  # number of search lines, and number of points on each
 DECADES = 12.0  # distances from the origin lie between 10^−DECADES and 10^DECADES
 NUM_ROUNDS = 6  # each round shrinks a bracket by a factor of STEPS
 JUMP, KINK = 1e-5, 1e-3  # relative differences of values and of slopes on the two sides
@@ -46,7 +46,7 @@ OFFSET = 1e-7  # distance from a switch at which both sides are compared, as a f
 
 
 class Kink(NamedTuple):
-    """The position of a jump of a coefficient, or of its derivative."""
+    """A jump of a coefficient, or of its derivative, and its position."""
 
     part: str  # "drift" or "diffusion"
     kind: str  # "jump" or "kink"
@@ -61,7 +61,8 @@ class Kink(NamedTuple):
 def kinks(
     sde: AbstractSDE, dimension: int, *, t1: float = 1.0, points: Array | None = None
 ) -> tuple[Kink, ...]:
-    """The jumps and kinks of drift and diffusion in the state z, one of each kind per operation.
+    """Find the jumps and kinks of drift and diffusion as functions of the state z, at most one of each kind
+    per type of operation.
 
     Operations that switch between branches, such as `abs`, `maximum`, `where` or `floor`, are found in the
     program of each coefficient. Their switching points are located by searching along rays from the origin
@@ -76,7 +77,7 @@ def kinks(
 
 
 def check_kinks(sde: AbstractSDE, dimension: int) -> None:
-    """Refuse an Itô SDE with a kink or a jump in its diffusion.
+    """Raise a `ValueError` if the diffusion of an Itô SDE has a kink or a jump.
 
     The random ODE contains Dσ, and its log-density the derivative of Dσ: a delta function at a kink, which
     automatic differentiation misses. A drift or a Stratonovich diffusion is differentiated only once, so it
@@ -111,8 +112,8 @@ def _kinks(part: str, function: Callable, dimension: int, t1: float, points: Arr
     names = [operations[i].equation.primitive.name for i in switches]
     found: dict[tuple[str, str], Kink] = {}
     lines = _lines(dimension, points) if names else []
-    for place, name in enumerate(names):
-        for bracket in _brackets(function, t, place, lines):
+    for index, name in enumerate(names):
+        for bracket in _brackets(function, t, index, lines):
             kind = _compare(function, t, *bracket)
             if kind is not None:
                 point = np.where(np.abs(bracket[0][0]) < 1e-6 * np.abs(bracket[1][0]), 0.0, bracket[0][0])
@@ -138,7 +139,7 @@ def _switches(function: Callable, t: Array, z: Array) -> tuple[list[Any], list[A
 
 @functools.partial(jit, level=0)
 def _branches(function: Callable, t: Array, points: Array) -> Array:
-    """The branch of each switch, `(points, switches)`."""
+    """The branch that each switch takes at each point, `(points, switches)`."""
 
     def one(z: Array) -> Array:
         operations, numbers, switches = _switches(function, t, z)
@@ -155,13 +156,13 @@ def _branches(function: Callable, t: Array, points: Array) -> Array:
 
 
 def _code(branch: Array) -> Array:
-    """One number that identifies the branches of all entries."""
+    """A single number that identifies the branches of all entries."""
     return branch @ jnp.sqrt(2.0 + jnp.arange(branch.size))
 
 
 def _lines(dimension: int, points: Array | None) -> list[np.ndarray]:
-    """Points along lines, `(steps, d)` each: through the origin over many orders of magnitude, or between
-    given points."""
+    """Arrays of points along lines, `(steps, d)` each. The lines pass through the origin and cover many
+    orders of magnitude, or connect given points."""
     rng = np.random.default_rng(0)
     sizes = np.logspace(-DECADES, DECADES, STEPS // 2)
     steps = np.concatenate([-sizes[::-1], sizes])[:, None]
@@ -174,17 +175,18 @@ def _lines(dimension: int, points: Array | None) -> list[np.ndarray]:
 
 
 def _brackets(
-    function: Callable, t: Array, place: int, lines: list[np.ndarray]
+    function: Callable, t: Array, index: int, lines: list[np.ndarray]
 ) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]]:
-    """Pairs of points: two neighbours with a switch between them, and two points around both."""
-    shape = lambda line: np.asarray(_branches(function, t, jnp.asarray(line)))[:, place]
+    """Find switching points on the lines. Yield for each a narrow bracket, two points between which the
+    branch changes, and the initial wide bracket around it."""
+    branch = lambda line: np.asarray(_branches(function, t, jnp.asarray(line)))[:, index]
     for line in lines:
-        flips = np.flatnonzero(np.diff(shape(line)))
+        flips = np.flatnonzero(np.diff(branch(line)))
         for flip in flips[:: max(1, len(flips) // 2)][:3]:
             low, high = around = line[flip], line[flip + 1]
             for _ in range(NUM_ROUNDS):
                 inner = low + np.linspace(0, 1, STEPS)[:, None] * (high - low)
-                inside = np.flatnonzero(np.diff(shape(inner)))
+                inside = np.flatnonzero(np.diff(branch(inner)))
                 if not len(inside):
                     break
                 low, high = inner[inside[0]], inner[inside[0] + 1]
@@ -201,8 +203,8 @@ def _values_and_slopes(function: Callable, t: Array, points: Array, direction: A
 def _compare(
     function: Callable, t: Array, sides: tuple[np.ndarray, np.ndarray], around: tuple[np.ndarray, np.ndarray]
 ) -> str | None:
-    """Whether the switch is a "jump" (values differ on the two sides) or a "kink" (slopes differ); None if
-    the coefficient is smooth or not finite."""
+    """Return "jump" if the values on the two sides of a switch differ, "kink" if only the slopes differ, and
+    None if the coefficient is smooth or not finite."""
     direction = around[1] - around[0]
     points = np.array([sides[0] - OFFSET * direction, sides[1] + OFFSET * direction, *around])
     evaluated = _values_and_slopes(function, t, jnp.asarray(points), jnp.asarray(direction))

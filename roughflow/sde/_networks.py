@@ -35,7 +35,8 @@ GIVEN = {"given": True}
 def random_weights(
     key: PRNGKeyArray, sizes: tuple[int, ...], scale: float
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Random weights, with a factor `scale` in the last layer, and zero biases, in one compiled program."""
+    """Draw random weights, multiplied by `scale` in the last layer, and zero biases, in one compiled
+    program."""
     keys = jax.random.split(key, len(sizes) - 1)
     weights = [
         jax.random.normal(k, (i, o)) / np.sqrt(i)
@@ -46,7 +47,7 @@ def random_weights(
 
 @partial(jit, level=0)
 def normal_matrix(key: PRNGKeyArray, rows: int, columns: int, scale: float) -> Array:
-    """Independent normal entries with standard deviation `scale`."""
+    """A matrix of independent normal entries with standard deviation `scale`."""
     return scale * jax.random.normal(key, (rows, columns))
 
 
@@ -76,7 +77,7 @@ def silu(x: Array) -> Array:
 
 
 def check_smooth(activation: Activation) -> None:
-    """Refuse an activation with a discontinuous derivative.
+    """Raise a `ValueError` if an activation has a discontinuous derivative.
 
     The random ODE contains Dσ and its log-density the derivative of Dσ. Where Dσ jumps, that derivative is a
     delta function, which automatic differentiation misses, so the density would be silently wrong.
@@ -99,8 +100,13 @@ class MLP(eqx.Module):
 
     The network ignores t, as in a time-homogeneous SDE, unless `time_dependent=True`.
 
-    **Arguments:** `in_size`, `out_size`; `width` and `depth` of the hidden layers; `activation`, any smooth
-    scalar function (ReLU is refused); `scale`, a factor for the initial weights of the last layer.
+    **Arguments:**
+
+    - `in_size`, `out_size`: number of inputs, without t, and of outputs.
+    - `width`, `depth`: width and number of hidden layers.
+    - `activation`: any smooth scalar function; ReLU raises an error.
+    - `time_dependent`: whether t is an additional input.
+    - `scale`: factor on the initial weights of the last layer.
 
     ```python
     import jax, jax.numpy as jnp
@@ -174,8 +180,8 @@ def _product(z: Array, weight: Array) -> Array:
 
 
 class FullDiffusion(eqx.Module):
-    """The full matrix λ (I + N(t, z)) of Hodgkinson et al. (2020), with m = d. The diagonal of N is zero, and
-    a network gives the other entries.
+    """The full matrix λ (I + N(t, z)) of Hodgkinson et al. (2020), with m = d and λ = `scale`. The diagonal
+    of N is zero; a network computes the other entries.
 
     In two dimensions, it is λ [[1, σ₁(z)], [σ₂(z), 1]]. The ones prevent the noise from vanishing.
 
@@ -215,8 +221,8 @@ class FullDiffusion(eqx.Module):
 
     def __call__(self, t: Array, z: Array) -> Array:
         entries = self.network(t, z)
-        # The off-diagonal entries are in row-major order. Without its first entry, a matrix consists of d−1
-        # rows of d off-diagonal entries and one diagonal entry.
+        # The off-diagonal entries are in row-major order. Without its first entry, the matrix in this order
+        # consists of d−1 blocks, each of d off-diagonal entries and one diagonal entry.
         d = self.dimension
         rows = jnp.concatenate([jnp.reshape(entries, (d - 1, d)), jnp.ones((d - 1, 1), z.dtype)], axis=1)
         flat = jnp.concatenate([jnp.ones(1, z.dtype), jnp.ravel(rows)])
@@ -276,8 +282,8 @@ class NoDiffusion(eqx.Module):
 class ConstantDiffusion(eqx.Module):
     """Constant noise: σ is a trainable (d, m) matrix, which needs no correction.
 
-    Entries of shape (d,) define a diagonal matrix, which stays diagonal in training; a product with it costs
-    O(d).
+    A `matrix` of shape (d,) is the diagonal of a diagonal σ, which stays diagonal in training; a product with
+    it costs O(d).
 
     ```python
     import jax.numpy as jnp
@@ -308,8 +314,8 @@ class ConstantDiffusion(eqx.Module):
 class RestoringDrift(eqx.Module):
     """Drift μ(t, z) = −½ c² z + N(t, z), with a network N that is initially zero.
 
-    With constant noise of size c, the first term leaves N(0, I) invariant, so an untrained flow with a
-    standard normal base has that distribution at all times.
+    With constant noise of size c = `noise`, the first term leaves N(0, I) invariant, so an untrained flow
+    with a standard normal base has that distribution at all times.
 
     ```python
     import jax, jax.numpy as jnp
@@ -369,7 +375,7 @@ class VelocityNetwork(eqx.Module):
     - `activation`: a smooth function.
     - `num_features`: number of projections, each with a sine and a cosine; 0 for none.
     - `frequency`: standard deviation of the entries of the projections, for z of about unit size.
-    - `t1`: T.
+    - `t1`: the end time T.
     - `num_given`: k, the number of given coordinates.
 
     ```python
@@ -418,7 +424,7 @@ class VelocityNetwork(eqx.Module):
         # Empty arrays are left out, because they make the compiler of JAX 0.11 crash with several devices.
         waves = [z @ self.waves.astype(z.dtype)] if self.waves.size else []
         angles = jnp.concatenate([*waves, np.pi * s, 2 * np.pi * s])
-        # Beyond the end time, the velocity is constant in time.
+        # Beyond the end time, this feature is constant in time.
         haste = jnp.log(LATE - jnp.minimum(s, 1))
         out = self.network(t, jnp.concatenate([z, s, haste, jnp.sin(angles), jnp.cos(angles)]))
         own = z.shape[0] - self.num_given
@@ -427,7 +433,7 @@ class VelocityNetwork(eqx.Module):
         return jnp.concatenate([out + normal, *given])
 
 
-MAX_FULL_DIMENSION = 16  # maximum dimension for the shears N
+MAX_FULL_DIMENSION = 16  # maximum dimension in which the shears N are included by default
 MAX_LOG_SCALE = 15.0  # bound on the logarithm of a scale
 
 
@@ -440,8 +446,13 @@ class LocalDiffusion(eqx.Module):
     shifts it, as in a banana. (A triangular σ is determined by σσᵀ; a full σ is not, and would drift during
     training.) Initially N = 0 and E = I, so σ = S. S and c are not trained.
 
-    **Arguments:** `dimension`; `width`, `depth`, `activation` of the network; `centre`, c; `scale`, S;
-    `full`, whether to include N, by default in up to 16 dimensions.
+    **Arguments:**
+
+    - `dimension`: d.
+    - `width`, `depth`, `activation`, `time_dependent`: as for `rf.MLP`.
+    - `centre`: c, shape `(d,)`; by default zero.
+    - `scale`: S, shape `(d, d)`; by default the identity.
+    - `full`: whether to include N; by default in 2 to 16 dimensions.
 
     ```python
     import jax, jax.numpy as jnp
@@ -519,7 +530,11 @@ class FadingDiffusion(eqx.Module):
     stay finite. With p = ½ the score acts up to the end. With p = 1 its effect fades too, and σ is smooth in
     time, so high-order solvers keep their order.
 
-    **Arguments:** `diffusion` Σ, `(t, z) -> (d, m)`, of any form; `t1`, T; `power`, p.
+    **Arguments:**
+
+    - `diffusion`: Σ, any diffusion `(t, z) -> (d, m)`.
+    - `t1`: the end time T.
+    - `power`: p.
 
     ```python
     import jax, jax.numpy as jnp

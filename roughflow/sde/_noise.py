@@ -1,4 +1,5 @@
-"""Values σ of a diffusion (a matrix or a lineax operator), their derivatives, and what they depend on."""
+"""Operations on the values σ of a diffusion, which are matrices or lineax operators: products, derivatives,
+and tests of their dependence on z."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -167,7 +168,7 @@ def axis(z: Array, k: Index) -> Array:
 
 
 def sum_over(count: int, term: Callable[[Index], Total], zero: Total) -> Total:
-    """Σₖ term(k)."""
+    """`zero` + Σₖ term(k), for k < `count`."""
     add = lambda a, b: jax.tree.map(jnp.add, a, b)
     if count <= UNROLL:
         for k in np.arange(count):
@@ -177,12 +178,12 @@ def sum_over(count: int, term: Callable[[Index], Total], zero: Total) -> Total:
 
 
 def diagonal_slopes(noise: Callable[[Array], Noise], z: Array) -> tuple[Array, Array]:
-    """sₖ and ∂ₖsₖ of diagonal noise diag(s), by one Jacobian–vector product if each sₖ depends on zₖ only,
-    and by d products otherwise."""
+    """The entries sₖ of diagonal noise diag(s) and their derivatives ∂ₖsₖ, by one Jacobian–vector product if
+    each sₖ depends on zₖ only, and by d products otherwise."""
     entries = lambda y: noise_diagonal(noise(y))
     if is_entrywise(entries, z):
         return jax.jvp(entries, (z,), (jnp.ones_like(z),))
     values, tangent = jax.linearize(entries, z)
-    places = jnp.arange(z.size)
-    own = lambda k: jnp.where(places == k, tangent(axis(z, k)), 0)
+    indices = jnp.arange(z.size)
+    own = lambda k: jnp.where(indices == k, tangent(axis(z, k)), 0)
     return values, sum_over(z.size, own, jnp.zeros_like(z))

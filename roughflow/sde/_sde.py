@@ -21,7 +21,7 @@ from ._noise import Noise, noise_shape
 
 
 def equation(drift: str, diffusion: Any, brownian: str = "dB", sigma: str | None = None) -> str:
-    """dZ = drift dt + σ dB as text, with a symbol for σ."""
+    """The equation dZ = drift dt + σ dB as text; `sigma` replaces the default symbol for σ."""
     if isinstance(diffusion, NoDiffusion):
         return f"dZ = {drift} dt"
     return f"dZ = {drift} dt + {sigma or _sigma(diffusion)} {brownian}"
@@ -140,8 +140,8 @@ def check_sde(sde: Any) -> None:
 
 
 def with_explicit_parameters(sde: AbstractSDE, z: Array) -> AbstractSDE:
-    """The same SDE, in which the variables in closures of its functions are parameters, for points of the
-    shape of `z`.
+    """The same SDE, in which the arrays in closures of drift and diffusion are explicit parameters, for
+    points of the shape of `z`.
 
     A user may write `lambda t, z: network(weights, z)` inside a loss. Custom derivative rules of the solvers
     differentiate only with respect to explicit arguments, so closures are converted first.
@@ -156,7 +156,7 @@ def noise_dimension(sde: AbstractSDE, dimension: int, subject: str | None = None
     motions.
 
     If the SDE has another dimension, or if its shapes match in exactly one other dimension, the error message
-    begins with `subject`, by default the dimension of a base.
+    begins with `subject`, by default a statement of the dimension of the base.
     """
     subject = subject or f"base has dimension {dimension}"
     if sde.dimension not in (None, dimension):
@@ -173,7 +173,7 @@ def noise_dimension(sde: AbstractSDE, dimension: int, subject: str | None = None
 
 
 def _likely_dimensions(sde: AbstractSDE) -> list[int]:
-    """Candidate dimensions: small numbers, and the sizes of the arrays in the SDE."""
+    """Candidates for the dimension: small integers, and the lengths of the axes of arrays in the SDE."""
     arrays = [leaf for leaf in jax.tree.leaves(sde) if eqx.is_array(leaf)]
     return sorted({*range(1, 17), *(size for array in arrays for size in array.shape if size)})
 
@@ -187,7 +187,7 @@ def _fits(sde: AbstractSDE, dimension: int) -> bool:
 
 
 def _fitted(sde: AbstractSDE, dimension: int) -> int:
-    """m, the number of Brownian motions, after a check of the shapes of drift and diffusion."""
+    """Check the shapes of drift and diffusion, and return m, the number of Brownian motions."""
     drift = _shape_of("drift", sde.drift, getattr(sde, "drift", None), dimension)
     if drift != (dimension,):
         raise ValueError(
@@ -206,8 +206,8 @@ def _fitted(sde: AbstractSDE, dimension: int) -> int:
 def _shape_of(name: str, function: Callable, given: Any, dimension: int) -> tuple[int, ...]:
     """The shape that a coefficient returns; exceptions of the coefficient are reported with its name.
 
-    JAX clamps indices that are out of range, so a plain function `given` with variable indices is called with
-    NumPy arrays too. Networks are not checked.
+    JAX clamps indices that are out of range. Therefore, if `given` is a plain function that uses indices, it
+    is also called with NumPy arrays, which raise an `IndexError`. Networks are not checked in this way.
     """
     values: list[Any] = []
 

@@ -58,7 +58,7 @@ class TargetedSDE(AbstractItoSDE):
         return drift if turn is None else drift + turn
 
     def spread(self, t: Array, z: Array) -> Spread:
-        """σ, and its derivatives that enter the drift."""
+        """σ, and those of its derivatives that enter the drift."""
         return spread_at(lambda y: self.noise(t, y), z)
 
     def turn(self, t: Array, z: Array, slope: Array) -> Array | None:
@@ -96,7 +96,7 @@ def targeted_sde(
     - `diffusion`: σ, `(t, z) -> (d, m)`, as for `rf.ItoSDE`.
     - `skew`: Q, `(t, z) -> (d, d)` with Qᵀ = −Q, or None; `rf.sde.SkewNetwork` is trainable.
     - `score`: ∇log p, `z -> (d,)`, instead of `log_density`, for example if it was learned from data.
-      Samplers with Metropolis–Hastings correction need the log density.
+      Samplers with Metropolis–Hastings correction need `log_density`.
 
     ```python
     import jax.numpy as jnp
@@ -121,7 +121,7 @@ def targeted_sde(
 
 
 def known_density(sde: TargetedSDE) -> LogDensity:
-    """The log density of the target. If only the score is known, an error is raised."""
+    """The log-density of the target; raises a `TypeError` if only the score is known."""
     if sde.log_density is None:
         raise TypeError(
             "this needs the log density, but the target has only a score: use "
@@ -133,8 +133,8 @@ def known_density(sde: TargetedSDE) -> LogDensity:
 def overdamped_langevin(
     log_density: LogDensity, dimension: int, *, scale: float | Array = 1.0
 ) -> TargetedSDE:
-    """Overdamped Langevin dynamics dZ = ½ SSᵀ ∇log p dt + S dB. `scale` S is a number, the diagonal `(d,)` of
-    a matrix, or a matrix (a preconditioner).
+    """Overdamped Langevin dynamics dZ = ½ SSᵀ ∇log p dt + S dB. S = `scale` is a number, the diagonal `(d,)`
+    of a matrix, or a matrix (a preconditioner).
 
     ```python
     import jax.numpy as jnp
@@ -154,7 +154,7 @@ def overdamped_langevin(
 
 
 class WithMomenta(eqx.Module):
-    """The log density log π(q) − p²/2M of the state (q, p)."""
+    """The log-density log π(q) − p²/2M of the state (q, p)."""
 
     log_density: LogDensity
     mass: float
@@ -176,7 +176,7 @@ class Rotation(eqx.Module):
 def underdamped_langevin(
     log_density: LogDensity, dimension: int, *, friction: float = 1.0, mass: float = 1.0
 ) -> TargetedSDE:
-    """Underdamped Langevin dynamics: the state is (q, p), of size 2d, and
+    """Underdamped Langevin dynamics with friction C and mass M: the state is (q, p), of size 2d, and
 
         dq = p/M dt,     dp = (∇log π(q) − C p/M) dt + √(2C) dB,
 
@@ -226,13 +226,13 @@ def sghmc(
 
 
 def _kicks(dimension: int, friction: float) -> ConstantDiffusion:
-    """Noise on the momenta only."""
+    """A diffusion that acts on the momenta only."""
     kick = (2 * friction) ** 0.5 * jnp.eye(dimension)
     return ConstantDiffusion(jnp.concatenate([jnp.zeros((dimension, dimension)), kick]))
 
 
 class SkewNetwork(eqx.Module):
-    """A skew-symmetric matrix Q(z), given by a network, for `rf.targeted_sde`. It adds rotation without
+    """A skew-symmetric matrix Q(t, z), computed by a network, for `rf.targeted_sde`. It adds rotation without
     noise.
 
     ```python
@@ -270,14 +270,13 @@ class SkewNetwork(eqx.Module):
 
 
 def still(target: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """The same function, without gradients with respect to arrays inside it, such as the data of a
-    posterior."""
+    """The same function, with gradients stopped at the arrays inside it, such as the data of a posterior."""
     fix = lambda leaf: jax.lax.stop_gradient(leaf) if eqx.is_inexact_array(leaf) else leaf
     return jax.tree.map(fix, target)
 
 
 def as_target(log_density: LogDensity) -> LogDensity:
-    """`still(log_density)`, with a check that it returns one number."""
+    """`still(log_density)`, with a check that it returns a scalar."""
     log_density = still(log_density)
 
     def checked(z: Array) -> Array:

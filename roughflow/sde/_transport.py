@@ -32,7 +32,7 @@ class AbstractTransport(eqx.Module):
 
     @abc.abstractmethod
     def velocity_and_pull(self, t: Array, z: Array) -> tuple[Array, Array]:
-        """v and g, from one evaluation."""
+        """v(t, z) and g(t, z), from one evaluation."""
 
 
 class NormalTransport(AbstractTransport):
@@ -43,9 +43,14 @@ class NormalTransport(AbstractTransport):
 
         ∇log p(t, y) = (s T v(t, y) − y + m)/(c² (1 − s)).
 
-    **Arguments:** `velocity`, `(t, z) -> (d,)`, such as an `rf.sde.VelocityNetwork`; `loc` m and `scale` c of
-    the base, `(d,)` each; `t1`, T; `num_given`, the number of given coordinates, which come last and do not
-    move. `rf.fit` with `rf.Interpolant()` returns a flow with such a transport.
+    `rf.fit` with `rf.Interpolant()` returns a flow with such a transport.
+
+    **Arguments:**
+
+    - `velocity`: v, `(t, z) -> (d,)`, such as an `rf.sde.VelocityNetwork`.
+    - `loc`, `scale`: m and c of the base, `(d,)` each.
+    - `t1`: the end time T.
+    - `num_given`: number of given coordinates, which come last and do not move.
 
     ```python
     import jax.numpy as jnp
@@ -87,7 +92,7 @@ class NormalTransport(AbstractTransport):
 class GivenTransport(AbstractTransport):
     """A transport with a known velocity and score, both finite at all times.
 
-    **Arguments:** `velocity` and `score`, `(t, z) -> (d,)` each; the score is not trained.
+    **Arguments:** `velocity` and `score` are functions `(t, z) -> (d,)`. The score is not trained.
 
     ```python
     import jax.numpy as jnp
@@ -125,9 +130,12 @@ class TransportSDE(AbstractItoSDE):
     For a transport along straight lines the score has a factor 1/(1 − t/T). With an `rf.sde.FadingDiffusion`
     the drift is finite up to T; with any other σ the drift is infinite at T.
 
-    **Arguments:** `transport`, such as an `rf.sde.NormalTransport`; `diffusion` σ, `(t, z) -> (d, m)`, as for
-    `rf.ItoSDE`, or None. Velocity and score come from one evaluation of one network, so training changes
-    both.
+    Velocity and score come from one evaluation of one network, so training changes both.
+
+    **Arguments:**
+
+    - `transport`: a transport, such as an `rf.sde.NormalTransport`.
+    - `diffusion`: σ, `(t, z) -> (d, m)`, as for `rf.ItoSDE`; None for no noise.
 
     ```python
     import jax.numpy as jnp

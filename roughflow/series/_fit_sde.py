@@ -88,7 +88,7 @@ def fit_sde(
     - `fixed`: names of parameters that keep the value they have in `sde`, such as `["s"]`.
     - `varying`: parameters that vary between the series of a panel, such as `{"kappa":
       rf.series.LogNormal()}`. The estimate of `kappa` is then the median of the population, and the estimate
-      of `kappa_spread` the standard deviation of log κ; `FittedSDE.varying` has the values of each series.
+      of `kappa_spread` the standard deviation of log κ; `FittedSDE.varying` gives the values for each series.
     - `num_starts`: number of starting points of the search. The first point is given by the parameters of
       `sde`, the second by the moments of the series (named SDEs); all others are random points near the
       first.
@@ -97,19 +97,19 @@ def fit_sde(
       automatically and raised until the error of the maximum log-likelihood is below `tolerance` nats
       (default 0.02, or 0.1 with hidden states). With hidden states, the effort determines the number of
       particles (four per path) and the number of steps per gap.
-    - `measurement_noise`: starting value for the standard deviation of normal measurement errors, one number
-      or one per column. The standard deviation is estimated along with the other parameters, as
-      `measurement_noise`. An array of the shape of `values` gives known standard deviations, one per value.
-      With measurement noise, values may lie outside the state space.
-    - `observe`: g(t, x), or g(t, x, u) with inputs, the distribution of a value given the state: an object
-      with `log_prob`, such as a NumPyro distribution. If it is an `eqx.Module`, its float fields are
-      estimated too.
+    - `measurement_noise`: starting value for the standard deviation of normal measurement errors, either one
+      for all columns or one per column. The standard deviation is estimated along with the other parameters,
+      as `measurement_noise`. An array with the shape of `values` gives known standard deviations, one per
+      value. With measurement noise, values may lie outside the state space.
+    - `observe`: a function g(t, x), or g(t, x, u) with inputs, that returns the distribution of a value given
+      the state: an object with `log_prob`, such as a NumPyro distribution. If the function is an
+      `eqx.Module`, its float fields are estimated too.
     - `steps`: number of Euler steps from one value to the next, for models in discrete time. If None
       (default), the likelihood is that of the SDE in continuous time.
     - `initial`: the hidden components of the first state: None (a flat prior), their values (noisy values at
       the first time are then ignored), a distribution, "stationary", `rf.series.Estimated(values)`, or a
       function of the SDE that returns values or a distribution.
-    - `inputs`: u(t), given as a function, as a tuple (times, columns) of values that are constant from one
+    - `inputs`: u(t), given as a function, as a tuple (times, columns) for inputs that are constant from one
       time to the next, or as an `rf.series.Inputs`. u is the last argument of drift and diffusion.
 
     For linear SDEs with hidden components, missing cells, known errors or inputs, the Kalman filter computes
@@ -195,7 +195,8 @@ def _of_all(
     key: PRNGKeyArray,
     options: dict[str, Any],
 ) -> AbstractLikelihood:
-    """The likelihood of a Markov SDE, of a process with memory, or of a partially observed series."""
+    """The likelihood as a function of all parameters, for a Markov SDE, a process with memory, or a partially
+    observed series."""
     space = coordinates_of(sde, options["coordinates"])
     hidden = observation.given or any(np.isnan(one.values).any() for one in series)
     if not hidden or isinstance(sde, FractionalOrnsteinUhlenbeck):
@@ -224,8 +225,8 @@ def _of_all(
 def _with_errors(
     parameters: Parameters, penalties: np.ndarray, observation: Observation, series: list[Observed]
 ) -> tuple[Parameters, np.ndarray]:
-    """The parameters of a process with memory, including the standard deviation of measurement errors, if
-    there are any."""
+    """Add the standard deviation of measurement errors, if there are any, to the parameters of a process with
+    memory. Return the parameters and their penalties."""
     if observation.besides_noise:
         raise ValueError(f"{observation.besides_noise[0]} requires an SDE without memory")
     if observation.measurement_noise is None:
@@ -243,8 +244,8 @@ def _with_errors(
 
 @dataclasses.dataclass(frozen=True)
 class _Maximum:
-    """A maximum of the likelihood, and the information matrix at the maximum. `falls` `(2, p)` is the drop in
-    log-likelihood when a parameter is moved to the lower or upper end of its domain."""
+    """A maximum of the likelihood, and the information matrix there. `falls` `(2, p)` contains the drops in
+    log-likelihood when each parameter is moved to the lower or upper end of its domain."""
 
     likelihood: AbstractLikelihood
     free: np.ndarray
@@ -269,13 +270,14 @@ def starting_point(sde: Any, times: Any, values: Any, observe: Callable | None) 
 
 
 def as_floats(sde: Any) -> Any:
-    """The SDE with floats and arrays of floats among its fields converted to arrays in double precision."""
+    """Convert the floats and float arrays in an SDE to double-precision arrays."""
     inexact = lambda leaf: isinstance(leaf, float) or eqx.is_inexact_array(leaf)
     return jax.tree.map(lambda leaf: np.asarray(leaf, float) if inexact(leaf) else leaf, sde)
 
 
 def _moments(sde: Any, parameters: Parameters, times: Any, values: Any) -> list[np.ndarray]:
-    """A starting point from the moments of the series; an empty list if there is none inside the domains."""
+    """A list with the starting point from the moments of the series; empty if it is not inside the
+    domains."""
     if not isinstance(sde, AbstractNamedSDE | FractionalOrnsteinUhlenbeck):
         return []
     try:
@@ -314,16 +316,18 @@ def _maximum(
 
 
 SETTLED = 0.01  # nats; a search ends after a round that changes the log-likelihood by less
-# Maximum number of Newton steps with particles. They end with one that is short, or too long (in standard
-# errors) for an approximation by differences.
+# Newton steps with particles: their maximum number, the length (in standard errors) below which they have
+# converged, and the length from which finite differences are too inaccurate.
 MAX_TILTS, SMALL_STEP, LONG_STEP = 3, 0.3, 2.0
-CLOSE = 1.0  # nats; likelihoods of hidden states that are closer than this share their information
-MOVES, FEW = 8, 8  # maximum number of grids of hidden states in a search, and of iterations with each
+# In nats. If a likelihood with hidden states has a smaller error, its information matrix is reused after
+# raising the effort.
+CLOSE = 1.0
+MOVES, FEW = 8, 8  # maximum number of rounds of BFGS with a moving grid, and of iterations per round
 
 
 def _searched(likelihood: AbstractLikelihood, free: np.ndarray) -> tuple[AbstractLikelihood, np.ndarray]:
     """Maximise by BFGS. The grid of hidden states, or the nodes of varying parameters, are moved after each
-    round, until the log-likelihood does not change. Returns the likelihood and its maximum."""
+    round, until the log-likelihood no longer changes. Return the likelihood and its maximiser."""
     on_grid = isinstance(likelihood, HiddenLikelihood) and likelihood.of_sde.method == GRID
     if not (on_grid or isinstance(likelihood, VaryingLikelihood)):
         return likelihood, climb(likelihood.smooth.total, free, likelihood.quick_information)
@@ -353,14 +357,16 @@ def _raised(maximum: _Maximum, errors: tuple[float, float], tolerance: float) ->
 
 
 def _continued(likelihood: AbstractLikelihood, last: _Maximum) -> _Maximum:
-    """The maximum near the last one, with the information of the last one."""
+    """The maximum of `likelihood`, by Newton's method from the last maximum with the information matrix from
+    there."""
     known, inside = last.information, np.min(last.falls, axis=0) >= LOSS
     free, _ = polish(likelihood.smooth.total, last.free, lambda _: known, inside)
     return _by_particles(dataclasses.replace(last, likelihood=likelihood, free=free))
 
 
 def _by_particles(last: _Maximum) -> _Maximum:
-    """The maximum of a likelihood by particles near that of Laplace's approximation."""
+    """The maximum of the particle likelihood, by Newton steps from that of Laplace's approximation. For other
+    methods, `last` is returned unchanged."""
     likelihood, free, inside = last.likelihood, last.free, np.min(last.falls, axis=0) >= LOSS
     inner = last.information[np.ix_(inside, inside)]
     if not (isinstance(likelihood, HiddenLikelihood) and likelihood.of_sde.method == PARTICLES):
@@ -376,7 +382,7 @@ def _by_particles(last: _Maximum) -> _Maximum:
         move[inside] = np.linalg.solve(inner, slope[inside])
         length = float(np.sqrt(slope @ move))
         if not (length < LONG_STEP and np.isfinite(likelihood.smooth.total(free + move)[0])):
-            break  # the fit has a warning
+            break  # the fit then has a warning
         free = free + move
         if length < SMALL_STEP:
             break
@@ -409,14 +415,16 @@ def series_likelihood(
     inputs: Any = None,
     steps: int | None = None,
 ) -> SeriesLikelihood | HiddenSeries:
-    """The log-likelihood that `rf.fit_sde` maximises, as a function `sde -> ()`, for example for a sampler.
+    """The log-likelihood that `rf.fit_sde` maximises, as a function `sde -> ()`, for instance for MCMC.
 
     The function is smooth and deterministic, and supports `jax.jit`, `jax.vmap` and `jax.grad`: effort and
     random numbers are the same in every call. Derivatives use forward mode even under `jax.grad`, which is
     faster for few parameters. If a transition has zero density the value is −inf, with zero derivatives.
 
-    **Arguments:** `sde` must have the same type as the SDEs of interest and similar parameters. It determines
-    whether transitions are exact and, if not, the effort. The other arguments are those of `rf.fit_sde`.
+    **Arguments:** `sde` must have the same type as the SDEs at which the function will be evaluated, and
+    similar parameters. It determines whether transitions are exact and, if not, the effort. The other
+    arguments are those of `rf.fit_sde`.
+
     Hidden components are integrated out; `measurement_noise` and `initial` are fixed.
     `FittedSDE.series_likelihood` reuses the effort of the fit. With hidden components, `with_error(sde)`
     returns the log-likelihood and its error. The grid for one hidden component is replaced if it does not

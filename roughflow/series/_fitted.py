@@ -46,8 +46,8 @@ from .models import BrownianMotion, OrnsteinUhlenbeck
 
 
 def _rows(result: "FittedSDE", level: float) -> list[tuple[str, ...]]:
-    """The rows of the table, one per parameter without a penalty. Penalised parameters, such as the weights
-    of a network, have no individual meaning."""
+    """The rows of the summary table, one per parameter without a penalty. Penalised parameters, such as the
+    weights of a network, have no individual meaning."""
     errors, robust, intervals = result.standard_errors, result.robust_errors, result.confint(level)
     penalties = zip(result.names, result.likelihood.penalty, strict=True)
     free = [name for name, penalty in penalties if not penalty]
@@ -84,7 +84,7 @@ def _how(result: "FittedSDE") -> str:
 
 
 def fault(result: "FittedSDE") -> str | None:
-    """One line if the estimates are unreliable, else None."""
+    """A one-line message if the estimates are unreliable, else None."""
     # Check the accuracy of the likelihood first, because inaccuracy may cause all other failures.
     suspect = int(np.sum(~(result.transition_errors < DOUBTFUL))) if _has_robust(result) else 0
     if suspect:
@@ -105,7 +105,7 @@ def fault(result: "FittedSDE") -> str | None:
 
 
 def _joined(names: tuple[str, ...]) -> str:
-    """Names in a sentence, with its verb."""
+    """The subject and verb of a sentence about these parameters, such as "a and b are"."""
     if not 0 < len(names) <= MAX_NAMES:
         return "the parameters are"
     return f"{names[0]} is" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} are"
@@ -125,7 +125,7 @@ def _boundary(result: "FittedSDE") -> str | None:
     return None
 
 
-MAX_NAMES = 5  # in a message
+MAX_NAMES = 5  # maximum number of names in a message
 DISTINGUISHABLE_DROP = 1.35  # nats, half the 5 % critical value of ½χ²₀ + ½χ²₁ (Chernoff 1954)
 CONVERGED_DISTANCE = 0.05  # in standard errors; a search whose next step is longer has not converged
 
@@ -313,7 +313,7 @@ class FittedSDE:
         place = self.names.index(name)
         total, free = self.likelihood.smooth.total, self.free
         if self.likelihood.smooth is not self.likelihood:
-            free = climb(total, free, lambda _: self.free_information)  # the maximum of the smooth one
+            free = climb(total, free, lambda _: self.free_information)  # maximum of the smooth likelihood
         fit = (free, self.free_information, self.falls, place)
         low, high = profile_interval(total, *fit, check_level(level))
         ends = [
@@ -324,7 +324,7 @@ class FittedSDE:
     @in_double_precision
     def delta_method(self, function: Callable[[Any], ArrayLike]) -> tuple[np.ndarray, np.ndarray]:
         """The value of a smooth function of the fitted SDE, such as a half-life or the drift on a grid, and
-        its standard errors by the delta method. The function must return a number or an array.
+        its standard errors by the delta method. The function must return a scalar or an array.
 
         ```python
         import jax, jax.numpy as jnp, numpy as np
@@ -372,7 +372,7 @@ class FittedSDE:
 
     @property
     def warning(self) -> str | None:
-        """One line if the estimates are unreliable or on a boundary, else None."""
+        """A one-line message if the estimates are unreliable or on a boundary, else None."""
         return fault(self) or _boundary(self)
 
     @property
@@ -383,7 +383,8 @@ class FittedSDE:
 
     @in_double_precision
     def _scale(self) -> np.ndarray:
-        """Jacobian of the parameters with respect to the free parameters, `(p, p)`."""
+        """Factors `(p, p)` that convert a covariance of the free parameters to one of the parameters; NaN for
+        parameters on a boundary."""
         slopes = np.diag(jax.jacfwd(self.likelihood.parameters.from_free)(jnp.asarray(self.free, float)))
         slopes = np.where(self.sides == 0, slopes, np.nan)
         return np.outer(slopes, slopes)
@@ -478,7 +479,7 @@ class FittedSDE:
         return self.free + (normal * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
 
     def _place(self, series: int | None) -> int:
-        """Check `series`, the index of a series in a panel."""
+        """Validate `series`, the index of a series in a panel, and return it."""
         count = len(self.series)
         if series is None and count == 1:
             return 0

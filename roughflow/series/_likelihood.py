@@ -135,7 +135,8 @@ MANY = 16  # with at least this many parameters, scores use reverse mode and the
 
 
 class AbstractLikelihood(eqx.Module):
-    """A log-likelihood of free parameters θ, minus penalties ½ Σ λⱼ θⱼ², in double precision."""
+    """The log-likelihood as a function of free parameters θ, with penalties ½ Σ λⱼ θⱼ², in double
+    precision."""
 
     parameters: eqx.AbstractVar[Parameters]
     penalty: eqx.AbstractVar[np.ndarray]  # (p,), usually zero
@@ -178,7 +179,7 @@ class AbstractLikelihood(eqx.Module):
 
     @abc.abstractmethod
     def described(self) -> str:
-        """The effort, in words."""
+        """A description of the method or the effort, for the summary of a fit."""
 
     @abc.abstractmethod
     def sde(self, free: Array) -> Any:
@@ -249,7 +250,7 @@ class Likelihood(AbstractLikelihood):
         return self.of_sde.coordinates
 
     def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Terms of the likelihood, one per transition."""
+        """Log-densities of all transitions, their scores and their errors."""
         value, slopes, error = _scores(self, jnp.asarray(free, float))
         return np.asarray(value), np.asarray(slopes), np.asarray(error)
 
@@ -265,8 +266,8 @@ class Likelihood(AbstractLikelihood):
         return self.parameters.sde(self.parameters.from_free(free))
 
     def total_errors(self, free: np.ndarray) -> tuple[float, float]:
-        """Errors of the log-likelihood. Errors of suspect transitions are added up linearly, because they may
-        be correlated."""
+        """The Monte Carlo error of the log-likelihood, and its change when the numbers of functions and steps
+        are doubled. Errors of suspect transitions are added up linearly, because they may be correlated."""
         if self.effort is None:
             return 0.0, 0.0
         values, _, errors = self.scores(free)
@@ -313,7 +314,7 @@ def term_scores(likelihood: Likelihood, free: Array) -> tuple[Array, Array, Arra
 
 
 _scores = jit(term_scores, level=1)
-EVEN = 1e-3  # tolerance of evenly spaced times, relative to the step
+EVEN = 1e-3  # tolerance for evenly spaced times, relative to the time step
 NOISE = "measurement_noise"
 FEW = 100  # number of right-hand sides up to which Levinson's algorithm is faster than a factorisation
 
@@ -435,8 +436,8 @@ class WholeLikelihood(AbstractLikelihood):
     def _moments(
         self, free: np.ndarray, place: int, count: int
     ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray], float, Any]:
-        """Autocovariances of ξ; autocovariances of z; z with its derivatives with respect to missing values;
-        τ; the SDE."""
+        """Return the autocovariances of ξ; those of z, and z with its derivatives with respect to the missing
+        values; τ; and the SDE."""
         sde, tau = self.model(jnp.asarray(free, float))
         dt = jnp.asarray(self.gaps[place])
         gamma, columns = _sequence(sde, tau, jnp.asarray(self.values[place]), dt, self.missing[place])
@@ -605,8 +606,8 @@ class SeriesPosterior(eqx.Module):
         return value + self.log_prior(sde[0] if isinstance(sde, tuple) else sde)
 
     def starts(self, num_chains: int, *, key: PRNGKeyArray) -> Array:
-        """Starting points `(num_chains, p)` of chains, dispersed around the estimates according to their
-        standard errors."""
+        """Starting points `(num_chains, p)` for Markov chains, drawn around the estimates with their
+        covariance."""
         noise = jax.random.normal(check_key(key), (check_count("num_chains", num_chains), self.dimension))
         return self.start[None] + noise @ self.scale.T
 

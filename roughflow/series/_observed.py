@@ -23,10 +23,8 @@ NUMBERS, DATES, ZONED, SPANS = "numbers", "dates", "dates with a time zone", "ti
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Times of one kind: numbers as floats, timedeltas as floats in years, dates as datetime64.
-
-    Dates with a time zone are in UTC.
-    """
+    """The times of a series, all of the same kind. Numbers are stored as floats, timedeltas as floats in
+    years, and dates as datetime64, in UTC if they have a time zone."""
 
     kind: str
     array: np.ndarray
@@ -47,11 +45,11 @@ class Times:
         missing = np.isnat(array) if array.dtype.kind in "Mm" else ~np.isfinite(array)
         if missing.any():
             row = _first(~missing)
-            raise ValueError(f"times must be finite, but time number {row} is {array[row]}")
+            raise ValueError(f"times must be finite, but times[{row}] is {array[row]}")
         return Times(kind, array if kind in (DATES, ZONED) else _in_years(array))
 
     def since(self, origin: np.datetime64 | None) -> np.ndarray:
-        """Times as numbers; dates become years since `origin`."""
+        """The times as floats; dates are converted to years since `origin`."""
         if origin is None:
             return self.array
         whole = self.array.astype("datetime64[us]")  # a month or year becomes its first day
@@ -63,7 +61,8 @@ class Times:
 class Observed:
     """One series: `times` `(N,)` and `values` `(N, d)`; NaN where values are missing.
 
-    `kind` is the type of the given times. Dates are in years since `origin`, the first date of the panel.
+    `kind` is the kind of the given times. Dates are converted to years since `origin`, the first date of the
+    panel.
     """
 
     times: np.ndarray
@@ -105,15 +104,15 @@ class Observed:
         return Transition(values[:-1], values[1:], times[:-1], jnp.asarray(np.diff(self.times), float))
 
     def shown(self, row: int) -> str:
-        """One of the times, in its original form."""
+        """The time of a row, in its original format, for a message."""
         if self.origin is None:
             return f"{self.times[row]:g}"
         microseconds = np.timedelta64(round(self.times[row] * YEAR * 1e6), "us")
         return str(self.origin + microseconds).removesuffix("T00:00:00.000000")
 
     def ahead(self, times: Any) -> np.ndarray:
-        """Forecast times as numbers counted from the last value. Numbers and timedeltas are already counted
-        from there."""
+        """Convert forecast times to floats that count from the last value, as numbers and timedeltas already
+        do."""
         later = Times.of(np.atleast_1d(_as_array(times)))
         dated = later.kind in (DATES, ZONED)
         fits = later.kind in (NUMBERS, self.kind) or (later.kind == SPANS and self.origin is not None)
@@ -134,8 +133,9 @@ def is_partial(values: Any) -> bool:
 
 
 def panel(times: Any, values: Any, *, partial: bool = False, fewest: int = FEWEST) -> list[Observed]:
-    """Check one series, or a list of series. Dates are counted from the earliest date of all. With `partial`,
-    values may be missing. A series must have at least `fewest` rows."""
+    """Validate a series or a list of series, and return a list of `Observed`. Dates are converted to years
+    since the earliest date in the panel. If `partial` is true, values may be missing. `fewest` is the minimum
+    length of a series."""
     if _is_nested(times) or _is_nested(values):
         if not _is_nested(times) or len(times) != len(values):
             raise ValueError(
@@ -185,7 +185,7 @@ def check_inside(coordinates: AbstractCoordinates, series: Sequence[Observed]) -
 
 
 def transitions(series: Sequence[Observed]) -> Transition:
-    """All transitions of a panel."""
+    """The transitions of all series in a panel, concatenated."""
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *(one.transitions() for one in series))
 
 
@@ -215,7 +215,7 @@ def as_columns(values: Any) -> np.ndarray:
 
 
 def _as_array(values: Any) -> np.ndarray:
-    """An array with NaN or NaT in place of masked elements."""
+    """Convert to an array with NaN or NaT in place of masked elements."""
     if not isinstance(values, np.ma.MaskedArray):
         try:
             return np.asarray(values)
@@ -241,13 +241,13 @@ def _from_objects(array: np.ndarray) -> tuple[str, np.ndarray]:
 
 
 def _hint(array: np.ndarray) -> str:
-    """A hint on how to read dates from strings."""
+    """A hint on how to convert strings to dates; empty if the array has no strings."""
     is_text = array.size and isinstance(array.ravel()[0], str | bytes)
     return "; use np.array(times, 'datetime64') to read dates" if is_text else ""
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, np.datetime64) or hasattr(value, "to_timestamp"):  # a period of pandas
+    if isinstance(value, np.datetime64) or hasattr(value, "to_timestamp"):  # a pandas period
         return DATES
     if isinstance(value, datetime.datetime) and value.tzinfo is not None:
         return ZONED
@@ -274,7 +274,7 @@ def _moment(value: Any) -> np.datetime64 | np.timedelta64:
 
 
 def _in_years(array: np.ndarray) -> np.ndarray:
-    """Timedeltas in years; numbers are returned unchanged."""
+    """Convert timedeltas to years; numbers are returned unchanged."""
     if array.dtype.kind != "m":
         return np.asarray(array, float)
     unit = np.datetime_data(array.dtype)[0]
@@ -290,7 +290,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_missing(value: Any) -> bool:
-    return value is None or value is np.ma.masked or type(value).__name__ == "NAType"  # of pandas
+    return value is None or value is np.ma.masked or type(value).__name__ == "NAType"  # pandas.NA
 
 
 def _check_order(times: np.ndarray) -> None:

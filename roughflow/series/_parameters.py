@@ -14,11 +14,11 @@ from jaxtyping import Array
 from .._checks import check_fields, check_instance
 from .._functions import Opened
 
-Entry = tuple[int, tuple[int, ...]]  # index of the leaf, and index within it
+Entry = tuple[int, tuple[int, ...]]  # index of a leaf, and index within that leaf
 
 
 class Domain(eqx.Module):
-    """The range of a parameter: between `lower` and `upper`, either of which may be infinite.
+    """The open interval in which a parameter lies; `lower` and `upper` may be infinite.
 
     With `triangular`, the parameter is a lower triangular matrix whose diagonal entries lie in the range.
 
@@ -39,7 +39,7 @@ class Domain(eqx.Module):
             raise ValueError(f"lower must be below upper, got {self.lower} and {self.upper}")
 
     def to_free(self, value: np.ndarray) -> np.ndarray:
-        """Map the parameter to an unconstrained number."""
+        """Map a value inside the domain to an unconstrained value."""
         if np.isfinite(self.lower) and np.isfinite(self.upper):
             part = (value - self.lower) / (self.upper - self.lower)
             return np.log(part) - np.log1p(-part)
@@ -89,7 +89,8 @@ class Parameters(eqx.Module):
 
     @staticmethod
     def of(sde: eqx.Module, domains: Mapping[str, Domain]) -> "Parameters":
-        """Collect all floats in `sde`. The keys of `domains` are names of fields or of their parts."""
+        """Collect all float leaves of `sde`. The keys of `domains` are full names of leaves, such as
+        `exchange.room walls`, or their last parts."""
         for name, domain in domains.items():
             check_instance(f"domains[{name!r}]", domain, Domain, "an rf.series.Domain")
         leaves, _ = jax.tree_util.tree_flatten_with_path(sde)
@@ -120,8 +121,8 @@ class Parameters(eqx.Module):
         return dataclasses.replace(self, scale=np.where(unbounded, factor, 1.0) * self.scale)
 
     def without(self, fixed: Sequence[str]) -> tuple["Parameters", np.ndarray]:
-        """The parameters without those in the fields `fixed`, which keep the values of the template; and a
-        mask `(p,)` of the remaining parameters."""
+        """Remove the parameters inside the fields `fixed`, which keep their values in the template. Return
+        the remaining parameters, and a mask `(p,)` that selects them."""
         for field in fixed:
             if not any(_within(name, field) for name in self.names):
                 raise ValueError(
@@ -152,7 +153,7 @@ class Parameters(eqx.Module):
         return found
 
     def values(self, sde: Any) -> np.ndarray:
-        """The parameters of an SDE with the structure of the template, `(p,)`."""
+        """The parameter values `(p,)` of an SDE that has the structure of the template."""
         leaves = jax.tree.leaves(sde)
         return np.array([np.asarray(leaves[i], float)[place] for i, place in self.entries])
 
@@ -165,7 +166,7 @@ class Parameters(eqx.Module):
         return np.array([float(d.to_free(v)) for d, v in zip(self.domains, values, strict=True)]) / self.scale
 
     def from_free(self, free: Array) -> Array:
-        """The parameters `(..., p)` for free parameters `(..., p)`."""
+        """Map free parameters `(..., p)` to parameter values `(..., p)`."""
         scaled = free * jnp.broadcast_to(jnp.asarray(self.scale, free.dtype), free.shape)
         return jnp.stack([domain.from_free(scaled[..., i]) for i, domain in enumerate(self.domains)], axis=-1)
 
@@ -176,8 +177,8 @@ class Parameters(eqx.Module):
         return sum(slopes, jnp.sum(jnp.log(scale)))
 
     def sde(self, values: Array) -> Any:
-        """The SDE with these parameters."""
-        # In compiled programs, the numbers inside users' functions are leaves, which must not be counted.
+        """The SDE with the parameter values `(p,)`."""
+        # In compiled programs, the constants inside users' functions are leaves, which must not be counted.
         leaves, structure = jax.tree.flatten(self.template, is_leaf=lambda one: isinstance(one, Opened))
         for i in dict.fromkeys(i for i, _ in self.entries):
             mine = np.array([k for k, (j, _) in enumerate(self.entries) if j == i])

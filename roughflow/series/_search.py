@@ -17,12 +17,13 @@ Information = Callable[[np.ndarray], np.ndarray]
 ROUNDS, ITERATIONS = 6, 40  # rounds of BFGS, and iterations per round
 BFGS_TOLERANCE = 0.02  # BFGS stops within this many standard errors of the maximum
 GRADIENT_TOLERANCE = 1e-2  # a round of BFGS stops when the gradient, per standard error, is smaller
-MIN_GAIN, PATIENCE = 1e-4, 6  # BFGS stops after this many evaluations that gain fewer nats
+# BFGS stops if a round, or more than PATIENCE consecutive evaluations, gain less than MIN_GAIN nats.
+MIN_GAIN, PATIENCE = 1e-4, 6
 RIDGE = 1e-6  # searches raise smaller eigenvalues of a scaled information matrix to this value
 MAX_BFGS_MOVE = 30.0  # maximum change of free parameters in one round of BFGS
 MAX_STANDARD_ERROR = 3.0  # searches replace larger standard errors of free parameters by this value
 SINGULAR = 1e-7  # relative eigenvalue below which an information matrix is singular
-SHARE = 0.1  # smallest component of a parameter in a unit vector that counts
+SHARE = 0.1  # a parameter occurs in a direction if its component of the unit vector is larger
 NEWTON_STEPS = 20  # maximum number of Newton steps
 DECREMENT = 1e-14  # Newton's method stops if a step would gain fewer nats
 REFRESH_DISTANCE = 0.05  # in standard errors; after a longer step Newton's method recomputes the information
@@ -49,7 +50,7 @@ def is_regular(information: np.ndarray) -> bool:
 
 
 def undetermined(information: np.ndarray) -> np.ndarray:
-    """Mask of the parameters that occur in a direction in which a matrix is not positive definite beyond
+    """Mask of the parameters that occur in directions in which an information matrix is singular up to
     rounding errors."""
     curve = np.diag(information)
     flat = ~np.isfinite(information).any(axis=1) | ~(curve > 0)
@@ -94,7 +95,7 @@ def climb(
 
 
 def remembered(function: Callable[[np.ndarray], Any]) -> Callable[[np.ndarray], Any]:
-    """A function that is evaluated once at each point."""
+    """Cache a function, so that it is evaluated only once at each point."""
     known: dict[bytes, Any] = {}
 
     def at(free: np.ndarray) -> Any:
@@ -133,7 +134,8 @@ def _bfgs(total: Total, free: np.ndarray, root: np.ndarray, iterations: int) -> 
 
 
 def _inverse_root(information: np.ndarray) -> np.ndarray:
-    """R such that RRᵀ is positive definite and close to the inverse of a matrix that may be indefinite."""
+    """A matrix R such that RRᵀ is positive definite and close to the inverse of the information, which may be
+    indefinite."""
     scale = conditional_errors(information)
     values, vectors = np.linalg.eigh(np.nan_to_num(information) * np.outer(scale, scale))
     return scale[:, None] * vectors / np.sqrt(np.maximum(np.abs(values), RIDGE))
@@ -153,7 +155,7 @@ def polish(
         step = np.zeros(len(free))
         step[interior] = np.linalg.solve(inner, slope[interior])
         gain = 0.5 * slope @ step
-        # At the maximum, up to errors of the gradient.
+        # The maximum is reached, up to errors of the gradient.
         if gain < DECREMENT or gain > 0.5 * last:
             break
         new, new_slope = total(free + step)
@@ -270,7 +272,7 @@ def _root(beyond: Callable[[float], float], start: float) -> float:
     return float(scipy.optimize.brentq(beyond, inside, outside, xtol=PROFILE_TOLERANCE))  # pyright: ignore[reportArgumentType]
 
 
-SIMULATIONS = 2000  # simulated test statistics
+SIMULATIONS = 2000  # number of simulated test statistics
 
 
 def boundary_p_value(statistic: float, more: int, on_boundary: int) -> float:

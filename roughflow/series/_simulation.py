@@ -1,5 +1,5 @@
-"""Simulation of transitions (exact if the distribution has a closed form, else in linearised steps) and of
-forecasts (paths after the end of a series); residuals and their tests."""
+"""Simulation of transitions (exact if the distribution has a closed form, otherwise in linearised steps) and
+of forecasts (paths after the end of a series); residuals and their tests."""
 
 import functools
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def draw(
     num_steps: Array,
     key: PRNGKeyArray,
 ) -> Array:
-    """A draw of the state `(d,)` a time dt after x; NaN if it left the state space."""
+    """Draw the state `(d,)` a time dt after x; NaN if the path leaves the state space."""
     known = exact_transition(sde, x, dt)
     if known is not None:
         return known.sample(key)
@@ -124,7 +124,7 @@ def forecast(
     key: PRNGKeyArray,
     each: bool = False,
 ) -> np.ndarray:
-    """Simulated paths `(K, T, d)` from states `(K, d)` at times[0] to the other times.
+    """Simulate paths `(K, T, d)` from states `(K, d)` at times[0] to the other times.
 
     Transitions are exact, or use steps so short that halving them does not change the distribution. With
     `each`, every path has its own SDE: all arrays in `sde` have a leading axis K.
@@ -149,7 +149,7 @@ def check_memory(count: float) -> None:
     """Raise an error if a forecast would not fit in memory."""
     if count > MAX_FORECAST_SIZE:
         raise ValueError(
-            f"the forecast would have {count:.2g} numbers, more than {MAX_FORECAST_SIZE:.2g}: "
+            f"the forecast would have {count:.2g} values, more than {MAX_FORECAST_SIZE:.2g}: "
             "reduce num_paths or the number of times"
         )
 
@@ -191,7 +191,7 @@ DRAWS_PER_TRANSITION = 1024  # simulated end points per transition whose distrib
 LIMIT = 0.015  # acceptable root mean square change of residuals when steps are halved
 TINY = 1e-15  # keeps residuals away from 0 and 1
 CHUNK = 256  # number of transitions simulated at a time
-LAGS, POLYNOMIALS = 20, 4
+LAGS, POLYNOMIALS = 20, 4  # maximum number of lags, and number of Legendre polynomials
 # Tests ignore directions with a smaller variance. Without estimated parameters, all variances are 1.
 LEAST_VARIANCE = 0.1
 
@@ -223,7 +223,7 @@ class Residuals(eqx.Module):
 def residuals(
     sde: AbstractSDE, coordinates: AbstractCoordinates, steps: Transition, key: PRNGKeyArray
 ) -> np.ndarray:
-    """P(X ≤ x₁ | x₀) of all transitions, exact or as the fraction of simulated end points below x₁."""
+    """P(X ≤ x₁ | x₀) for all transitions, exact or as the fraction of simulated end points below x₁."""
     if steps.start.shape[-1] != 1:
         raise ValueError(f"residuals require one component; this series has {steps.start.shape[-1]}")
     known = jax.vmap(lambda step: exact_transition(sde, step.start, step.dt))(steps)
@@ -243,15 +243,15 @@ def distance(a: np.ndarray, b: np.ndarray, count: int) -> float:
 
 
 def tested(uniform: np.ndarray, scores: np.ndarray | None, penalty: np.ndarray) -> Residuals:
-    """Residuals with their tests, given the scores `(N, p)` of the estimated parameters."""
+    """Residuals with their tests. `scores` `(N, p)` are those of the estimated parameters, or None."""
     effect = Estimation(scores, penalty) if scores is not None else None
     normal = scipy.stats.norm.ppf(uniform)
     return Residuals(uniform, ljung_box(normal, effect), smooth_test(uniform, effect))
 
 
 class Estimation:
-    """How much estimated parameters reduce the covariance of N^{−½} Σ φ(uᵢ), for functions φ `(N, K)` of the
-    residuals: by C J⁻¹ Cᵀ with C = E φ sᵀ and J = E s sᵀ, where s are the scores (Pierce 1982)."""
+    """The reduction of the covariance of N^{−½} Σ φ(uᵢ) due to estimated parameters, for functions φ `(N, K)`
+    of the residuals. It is C J⁻¹ Cᵀ with C = E φ sᵀ and J = E s sᵀ, where s are the scores (Pierce 1982)."""
 
     def __init__(self, scores: np.ndarray, penalty: np.ndarray):
         self.scores = scores

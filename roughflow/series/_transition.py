@@ -72,10 +72,15 @@ def transition_log_prob(
     in the parameters and differentiable. Under `jax.jit` or `jax.grad` errors cannot be checked, so all
     transitions use paths, however long dt is.
 
-    **Arguments:** `x0` and `x1` of shape `(..., d)`; `dt` and `t0` numbers or arrays of the batch shape;
-    `effort`, the work per transition (paths only), by default chosen from the rate of change of the drift
-    over dt; `coordinates`, the variables in which the SDE is solved, by default those of a named SDE or the
-    states themselves.
+    **Arguments:**
+
+    - `x0`, `x1`: states of shape `(..., d)`.
+    - `dt`, `t0`: duration and start time, scalars or arrays of the batch shape.
+    - `exact`: whether to use a closed form or an expansion, if the SDE has one.
+    - `effort`: the work per transition (paths only); by default, it depends on the rate of change of the
+      drift over dt.
+    - `coordinates`: the variables in which the SDE is solved; by default, those of a named SDE or the states
+      themselves.
 
     ```python
     import jax, jax.numpy as jnp
@@ -164,7 +169,7 @@ def _estimate(
 
 
 def _broadcast(x0: ArrayLike, x1: ArrayLike, dt: ArrayLike, t0: ArrayLike) -> tuple[tuple, Transition]:
-    """The batch shape, and all transitions flattened."""
+    """Broadcast the arguments. Return the batch shape, and all transitions along one axis."""
     check_positive("dt", dt)
     finite_array("t0", t0)
     start, end = (jnp.asarray(as_real(name, x), float) for name, x in (("x0", x0), ("x1", x1)))
@@ -214,7 +219,7 @@ def _by_paths(
 
 
 def where(condition: Array, one: Estimate, other: Estimate) -> Estimate:
-    """Choose between two estimates, point by point."""
+    """Choose between two estimates, element by element."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
 
 
@@ -242,7 +247,7 @@ def _where_too_long(
 def _from_point(
     sde: AbstractSDE, coordinates: AbstractCoordinates, some: Transition, key: PRNGKeyArray
 ) -> Estimate:
-    """Transitions from one x₀ over one time step, solved in the given coordinates."""
+    """Estimate transitions from one x₀ over one time step, by a flow in the given coordinates."""
     inner = InCoordinates(sde, coordinates, some.time[0])
     start, ends = coordinates.from_state(some.start[0]), jax.vmap(coordinates.from_state)(some.end)
     flow = StochasticFlow(inner, Normal(start), t1=float(some.dt[0]))
@@ -297,7 +302,7 @@ def check_inside(coordinates: AbstractCoordinates, many: Transition) -> None:
 
 @functools.partial(jit, level=1)
 def exact_log_probs(sde: AbstractSDE, many: Transition) -> Array | None:
-    """Exact log-densities of many transitions, or None."""
+    """Exact log-densities of many transitions; None if the SDE has no closed form."""
 
     def one(step: Transition) -> Array | None:
         known = exact_transition(sde, step.start, step.dt)
@@ -315,8 +320,8 @@ def full_errors(
     value: Array,
     error: Array,
 ) -> Array:
-    """Errors `(N,)` of log-densities estimated with paths: the Monte Carlo `error` plus those of
-    `_checked`."""
+    """Errors `(N,)` of log-densities estimated with paths: the Monte Carlo `error` combined with the errors
+    from `_checked`."""
     rate = largest_rate(sde, coordinates, many)
     error = jnp.hypot(error, _checked(sde, coordinates, many, key, effort, value, rate)[1])
     expanded = expansions(sde, many)

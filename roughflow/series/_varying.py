@@ -21,7 +21,7 @@ from ._parameters import ANY, POSITIVE, Parameters
 SPREAD = "_spread"  # suffix of the name of a population's standard deviation
 NODES = (15, 9, 5)  # Gauss–Hermite nodes per parameter, for one, two and three varying parameters
 ROUNDS, MOVED = 8, 1e-3  # rounds of adaptive quadrature; it stops when mean and deviation change by less
-FACTOR = 0.5  # nodes are placed again after the logarithm of a spread has changed by this much
+FACTOR = 0.5  # nodes are placed again when the logarithm of a spread has changed by more
 
 
 class LogNormal(eqx.Module):
@@ -68,7 +68,7 @@ class VaryingLikelihood(AbstractLikelihood):
         return self.singles[0].coordinates
 
     def _split(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The free parameters of the series without their scale, and log s."""
+        """Split free parameters into those of the series, without their scale, and log s."""
         base, log_spread = np.split(np.asarray(free, float) * self.parameters.scale, [-len(self.places)])
         return base, log_spread
 
@@ -86,7 +86,7 @@ class VaryingLikelihood(AbstractLikelihood):
         return logs, np.where(good[..., None], slopes, 0.0)
 
     def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Log-likelihood of each series `(S,)`, its gradient `(S, p)`, and zeros."""
+        """Log-likelihood of each series `(S,)`, its gradient `(S, p)`, and zeros in place of errors."""
         log_spread = self._split(free)[1]
         if np.abs(log_spread - self.log_spread).max() > FACTOR:
             return self.moved_to(free).scores(free)
@@ -98,7 +98,8 @@ class VaryingLikelihood(AbstractLikelihood):
         return value, slope * self.parameters.scale, np.zeros(len(value))
 
     def total_errors(self, free: np.ndarray) -> tuple[float, float]:
-        """The change when the number of nodes grows, and the combined likelihood error of all series."""
+        """Two errors: the change when the number of nodes is increased, and the combined likelihood error of
+        all series."""
         base = self._split(free)[0]
         inner = [np.hypot(*single.total_errors(base)) for single in self.singles]
         more = self.with_nodes().moved_to(free)
@@ -113,7 +114,7 @@ class VaryingLikelihood(AbstractLikelihood):
         return dataclasses.replace(self, count=self.count + 4)._around(mean, deviation)
 
     def _around(self, mean: np.ndarray, deviation: np.ndarray) -> "VaryingLikelihood":
-        """The likelihood with nodes around means `(S, q)`."""
+        """The likelihood with nodes placed for a normal u with these means and deviations `(S, q)`."""
         x, w = np.polynomial.hermite_e.hermegauss(self.count)
         grid = np.stack(np.meshgrid(*[x] * len(self.places), indexing="ij"), -1).reshape(-1, len(self.places))
         weights = np.log(w) + 0.5 * x**2
@@ -159,8 +160,8 @@ class VaryingLikelihood(AbstractLikelihood):
         return {given.names[place]: (mean[:, j], deviation[:, j]) for j, place in enumerate(self.places)}
 
     def drawn(self, free: np.ndarray, normal: np.ndarray, series: int) -> np.ndarray:
-        """Free parameters `(count, p)` for draws of the varying parameters of one series, from standard
-        normal numbers `(count, q)`."""
+        """Free parameters `(count, p)` in which the varying parameters are draws for one series, computed
+        from standard normal draws `(count, q)`."""
         mean, deviation = self.posterior(np.atleast_2d(free)[0])
         found = np.array(np.broadcast_to(free, (len(normal), len(self.parameters.names))))
         scale, places = self.parameters.scale, list(self.places)
@@ -176,7 +177,7 @@ class VaryingLikelihood(AbstractLikelihood):
 
 @functools.partial(jit, level=1)
 def _totals(likelihood: Likelihood, free: Array) -> tuple[Array, Array]:
-    """The log-likelihood of one series and its gradient for each of several free parameters `(K, p)`."""
+    """The log-likelihood of one series and its gradient, at each of K vectors of free parameters `(K, p)`."""
     value, slopes, _ = jax.vmap(lambda one: term_scores(likelihood, one))(free)
     return value.sum(axis=1), slopes.sum(axis=1)
 
@@ -184,8 +185,8 @@ def _totals(likelihood: Likelihood, free: Array) -> tuple[Array, Array]:
 def varying_likelihood(
     whole: AbstractLikelihood, singles: Sequence[AbstractLikelihood], varying: Mapping[str, LogNormal]
 ) -> VaryingLikelihood:
-    """The likelihood of a panel, built from the likelihood with common parameters and the likelihoods of the
-    single series."""
+    """The likelihood of a panel, built from the likelihood with common parameters and the likelihoods of
+    individual series."""
     given, spreads = whole.parameters, {}
     for name, one in varying.items():
         check_instance(f"varying[{name!r}]", one, LogNormal, "an rf.series.LogNormal")
@@ -195,10 +196,10 @@ def varying_likelihood(
             raise ValueError(f"{name} cannot vary: only positive or unbounded parameters can")
         spreads[name] = jnp.asarray(one.spread, float)
     if len(singles) < 2 or not 0 < len(varying) <= len(NODES):
-        raise ValueError(f"varying takes one to {len(NODES)} parameters of a panel of at least two series")
+        raise ValueError(f"varying requires one to {len(NODES)} parameters and a panel of two or more series")
     alone = tuple(one for one in singles if isinstance(one, Likelihood))
     if len(alone) < len(singles):
-        raise ValueError("varying requires that all components are observed, without errors")
+        raise ValueError("varying requires that all components are observed without measurement errors")
     order = sorted(spreads)  # the order of the leaves of a dictionary
     leaf = len(jax.tree.leaves(given.template))
     parameters = Parameters(

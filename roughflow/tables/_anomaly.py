@@ -1,4 +1,4 @@
-"""Anomaly detection: kernel densities, and the fraction of training rows that are less likely than a row."""
+"""Anomaly detection: kernel densities, and the fraction of training rows less likely than a given row."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,34 +17,34 @@ from ._numbers import joined
 MAX_ROWS = 10_000  # maximum number of kernels; larger tables are subsampled
 TUNING_ROWS = 1000  # number of rows on which the bandwidth is chosen
 BANDWIDTHS = 0.02 * 2.0 ** np.arange(0, 7, 0.5)  # candidates, in robust standard deviations
-SHARPER = 0.5  # multiplies the most likely bandwidth, for a better ranking; see KernelDensity
-MIN_SPREAD = 0.1  # below this ratio of interquartile range to standard deviation, the latter is the unit
+SHARPER = 0.5  # factor on the maximum-likelihood bandwidth, for a better ranking; see KernelDensity
+MIN_SPREAD = 0.1  # below this ratio of robust to ordinary standard deviation, the latter is the unit
 BLOCK = 500  # rows scored at a time
 NUM_SUBSAMPLES = 20
 NORMAL_QUARTILES = 1.349  # interquartile range of a standard normal distribution
 
 
 class KernelDensity(eqx.Module):
-    """A Gaussian kernel density of the rows of a table, for ranking rows by how unusual they are.
+    """A Gaussian kernel density estimate from the rows of a table, for ranking rows by how unusual they are.
 
-    Columns are measured in robust standard deviations (interquartile range / 1.349, or the ordinary standard
-    deviation if the range is below a tenth of it). All columns share one bandwidth: half of the bandwidth
-    with the highest leave-one-out likelihood. On fourteen tables of ADBench, halving raises the mean AUROC
-    from 0.829 to 0.835; the largest deficit on one table, compared with the better of the fifth-neighbour
-    distance and an isolation forest, falls from 0.107 to 0.041.
+    Columns are measured in robust standard deviations (interquartile range / 1.349), or in ordinary standard
+    deviations if the former are below a tenth of the latter. All columns share one bandwidth: half the
+    bandwidth with the highest leave-one-out likelihood. On fourteen tables of ADBench, halving raises the
+    mean AUROC from 0.829 to 0.835; the largest deficit on any one table, compared with the better of the
+    fifth-neighbour distance and an isolation forest, falls from 0.107 to 0.041.
 
-    Columns that are constant or linear functions of others are removed; a row that violates such a relation
-    has density zero, or a finite penalty. A row that equals a row of the table is scored with the kernels of
-    the other rows, so scores of training rows and of new rows are comparable.
+    Columns that are constant or linear functions of others are removed. A row that violates such a relation
+    has density zero or, with `violation="penalty"`, a finite penalty. A row that equals a row of the table is
+    scored with the kernels of the other rows, so scores of training rows and of new rows are comparable.
 
-    With `subsamples`, `log_prob` is the mean of the log-density of all rows and of those of 20 subsamples of
-    each size, with bandwidths of their own. A subsample contains only a few rows of a cluster of anomalies,
-    so the other rows of the cluster keep a low density. A mean of log-densities is not normalised (its
-    exponential integrates to less than one).
+    With `subsamples`, `log_prob` averages several log-densities: one estimated from all rows and, for each
+    size, the mean over 20 random subsamples, which share a bandwidth. A subsample contains only a few rows of
+    a cluster of anomalies, so the other rows of the cluster keep a low density. The average is not a
+    normalised log-density (its exponential integrates to less than one).
 
     **Arguments:** `rows`, the centres of the kernels, `(n, d)`, in units of `scale` around `loc`, `(d,)`
-    each; `bandwidth`; `relations`, an `rf.tables.Relations` or None; `subsamples`, for each size the indices
-    of the rows of each subsample, and a bandwidth. `KernelDensity.of(table)` computes all of these.
+    each; `bandwidth`; `relations`, an `rf.tables.Relations` or None; `subsamples`, a pair for each size: the
+    row indices of each subsample, and their bandwidth. `KernelDensity.of(table)` computes all of these.
 
     ```python
     import jax
@@ -69,10 +69,10 @@ class KernelDensity(eqx.Module):
 
     @staticmethod
     def of(table: ArrayLike, *, subsamples: Sequence[int] = ()) -> "KernelDensity":
-        """The kernel density of a table of numbers.
+        """Fit a kernel density to a numeric table.
 
-        `subsamples` are the numbers of rows of subsamples, such as `(256, 64)`; none for one kernel density
-        of all rows. Tables of more than 10,000 rows are subsampled.
+        `subsamples` lists the sizes of the subsamples, such as `(256, 64)`; if it is empty, there is only one
+        kernel density, of all rows. Tables of more than 10,000 rows are subsampled first.
         """
         rows, _ = joined("table", table, None)
         relations = Relations.of(rows, rows.shape[1])
@@ -152,8 +152,8 @@ def _robust_scale(rows: np.ndarray) -> np.ndarray:
 
 
 def _squared_distances(rows: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Squared distances `(points, rows)`. If a point is among the rows, the distance to itself is set to
-    infinity."""
+    """Squared distances `(points, rows)`. If a point equals one of the rows, its distance to that row is set
+    to infinity."""
     product = points @ rows.T
     squares = np.sum(points**2, axis=1)[:, None] + np.sum(rows**2, axis=1)
     distances = np.maximum(squares - 2 * product, 0)
@@ -164,14 +164,14 @@ def _squared_distances(rows: np.ndarray, points: np.ndarray) -> np.ndarray:
 
 
 def _log_kernels(rows: np.ndarray, points: np.ndarray, bandwidth: float) -> np.ndarray:
-    """The log-density of points under kernels at the rows. For a point that is one of the rows, its own
-    kernel is left out."""
+    """The log-density at each point under kernels centred at the rows. For a point that equals a row, the
+    kernel of that row is left out."""
     blocks = (points[i : i + BLOCK] for i in range(0, len(points), BLOCK))
     squares = (_squared_distances(rows, block) for block in blocks)
     return np.concatenate([_log_sum(block, bandwidth, rows.shape[1]) for block in squares])
 
 
 def _log_sum(squares: np.ndarray, bandwidth: float, dimension: int) -> np.ndarray:
-    """The log-density of kernels at squared distances `(points, rows)`."""
+    """The log of the mean kernel at each point, from squared distances `(points, rows)`."""
     sums = scipy.special.logsumexp(-0.5 * squares / bandwidth**2, axis=1)
     return sums - np.log(squares.shape[1]) - dimension * np.log(bandwidth * np.sqrt(2 * np.pi))

@@ -1,4 +1,4 @@
-"""Densities in closed form: Gaussians, and Gaussians of columns made nearly normal by monotone maps."""
+"""Closed-form densities: Gaussians, with or without monotone maps that make the columns nearly normal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ ROWS_WITHOUT_SHRINKAGE = 30  # rows per column above which correlations are not 
 @dataclass(frozen=True)
 class Gaussian:
     """A Gaussian x = m + M u with u ~ N(0, I), conditional on the last `num_given` coordinates. M is block
-    upper triangular, so that modelled coordinates are a linear regression on the given ones."""
+    upper triangular, so the modelled coordinates are regressed linearly on the given ones."""
 
     loc: np.ndarray
     matrix: np.ndarray
@@ -43,9 +43,10 @@ class Gaussian:
     ) -> "Gaussian":
         """The Gaussian with the mean and covariance of the rows.
 
-        `shrinkage` λ replaces the correlations R by (1 − λ) R + λ I. With a `count` n of distinct rows, the
-        covariance is multiplied by (n + 1)/(n − k − 2), k = 1 + (1 − λ)(D − 1). For normal rows and λ = 0,
-        this factor maximises the expected log-density of a new row.
+        With `shrinkage` λ, the correlation matrix R is replaced by (1 − λ) R + λ I. If the number n of
+        distinct rows is passed as `count`, the covariance is multiplied by (n + 1)/(n − k − 2), where
+        k = 1 + (1 − λ)(D − 1). For normal rows and λ = 0, this factor maximises the expected log-density of a
+        new row.
         """
         loc, scale, correlation = moments(rows)
         size, own = len(loc), len(loc) - num_given
@@ -64,7 +65,7 @@ class Gaussian:
 
     @staticmethod
     def shrunk(rows: np.ndarray, links: Links, num_given: int = 0) -> "Gaussian":
-        """The predictive Gaussian, which is widened and whose shrinkage is chosen by cross-validation."""
+        """A Gaussian that predicts new rows: widened, and with shrinkage chosen by cross-validation."""
         size, best = rows.shape[1], 0.0
         if size > 1 and links.distinct < ROWS_WITHOUT_SHRINKAGE * size:
             score = np.zeros(len(SHRINKAGES))
@@ -77,7 +78,7 @@ class Gaussian:
 
 
 def moments(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Means, standard deviations (1 for constant columns) and correlations of the columns."""
+    """The means, standard deviations (1 for constant columns) and correlation matrix of the columns."""
     loc, scale = rows.mean(axis=0), rows.std(axis=0)
     scale = np.where(constant(rows, loc, scale), 1.0, scale)
     unit = (rows - loc) / scale
@@ -111,39 +112,40 @@ def check_full_rank(rows: np.ndarray, names: Sequence[str] = ()) -> None:
 
 
 NEWTON_STEPS = 6  # Newton steps for the normal quantile of a small probability
-# Minimum number of rows beyond the last knot, and their minimum gain in nats, for a Pareto tail.
+# Minimum number of rows beyond the last knot, and minimum gain in their log-likelihood, for a Pareto tail.
 TAIL_ROWS, TAIL_GAIN = 20, 3.0
 HEAVY_SHAPE = 0.25  # ξ above which a column is always mapped, because its fourth moment is infinite
-# Range of ξ of a Pareto tail; a Student-t distribution with ν degrees of freedom has ξ = 1/ν.
+# Range of the shape ξ of a Pareto tail; a Student-t distribution with ν degrees of freedom has ξ = 1/ν.
 MIN_SHAPE, MAX_SHAPE = 0.15, 3.0
 # A column is given Pareto tails if its most extreme value would occur in a normal sample with at most this
-# probability and its rows do not determine its tails. These tails begin at FAR_LEVEL standard deviations and
-# have the shape FAR_SHAPE of a Cauchy distribution. They cost 0.0005 nats if the column is normal after all.
+# probability and no Pareto tail was fitted to its rows. These tails begin at FAR_LEVEL standard deviations
+# and have the shape FAR_SHAPE of a Cauchy distribution. They cost 0.0005 nats if the column is normal.
 FAR_PROBABILITY, FAR_LEVEL, FAR_SHAPE = 0.05, 3.0, 1.0
-# Rounds of winsorisation of a column with extreme values, for its mean and standard deviation.
+# Number of rounds of winsorisation for the mean and standard deviation of a column with extreme values.
 WINSORISATIONS = 10
 FAR_ROW = 6.0  # in standard deviations; if a row lies further out, mixtures of Gaussians are not considered
 KNOT_COUNTS = (4, 8, 16, 32, 64, 128)  # candidate numbers of knots, in this order
 MIN_ROWS_PER_KNOT = 8  # minimum number of rows per knot
-MIN_STANDARD_ERRORS = 2.0  # improvement, in standard errors, that justifies more knots
+MIN_STANDARD_ERRORS = 2.0  # minimum improvement, in standard errors, that justifies more knots
 MIN_STANDARD_ERRORS_FAR = 1.0  # as above, for columns with extreme values, which are not normal
-# Maximum gain of one row in nats, so that an extreme row does not hide the gain of the others.
+# The gain of a row is clipped to this number of nats, so that an extreme row does not mask the others.
 MAX_GAIN = 10.0
 MIN_KNOT_DISTANCE = 1e-7  # minimum distance between two knots, in standard deviations
-MAX_CHOICE_ROWS = 20_000  # maximum number of rows on which numbers of knots are chosen
+MAX_CHOICE_ROWS = 20_000  # maximum number of rows used to choose the numbers of knots
 
 
 class Marginals(eqx.Module):
     """Monotone maps u = g(x), one per column: rational-quadratic splines between knots (Gregory & Delbourgo
-    1982; Durkan et al. 2019). Beyond the knots they are linear, so tails are normal. If `tails` ξ > 0, tails
-    are Pareto instead: the probability P(X > x) beyond the last knot x_K decreases like (1 + ξ (x −
-    x_K)/β)^(−1/ξ), with β from the slope at x_K. A column with bounds a or b is first mapped to the real line
-    by log(x − a), −log(b − x), or log (x − a)/(b − x).
+    1982; Durkan et al. 2019). Beyond the knots they are linear, so tails are normal. A tail with ξ > 0 in
+    `tails` is a Pareto tail instead: the probability P(X > x) beyond the last knot x_K decreases like
+    (1 + ξ (x − x_K)/β)^(−1/ξ), where β follows from the slope at x_K. A column with bounds a or b is first
+    mapped to the real line by log(x − a), −log(b − x), or log (x − a)/(b − x).
 
     **Arguments:** the knots `x` and `u`, both increasing, and the `slope` of g at the knots, `(d, K)` each;
-    the bounds `lower` and `upper`, `(d,)` each, infinite or None if there are none; `tails`, `(d, 2)`, the ξ
-    of the lower and the upper tail, 0 for normal tails, or None. `rf.fit_density` chooses all of these: with
-    x at quantiles of a column and u at the same quantiles of a normal distribution, g(x) is nearly normal.
+    the bounds `lower` and `upper`, `(d,)` each, infinite or None if there are none; `tails`, `(d, 2)`, the
+    shapes ξ of the lower and the upper tail, 0 for a normal tail, or None if all tails are normal.
+    `rf.fit_density` chooses all of these: with x at quantiles of a column and u at the same quantiles of a
+    normal distribution, g(x) is nearly normal.
 
     ```python
     import numpy as np
@@ -169,13 +171,13 @@ class Marginals(eqx.Module):
             return
         if np.ndim(self.x) != 2 or np.shape(self.x)[1] < 2 or len({np.shape(part) for part in knots}) != 1:
             shapes = ", ".join(str(np.shape(part)) for part in knots)
-            raise ValueError(f"x, u and slope must have one shape (d, K), K at least 2, got {shapes}")
+            raise ValueError(f"x, u and slope must have the same shape (d, K) with K ≥ 2, got {shapes}")
         if not (np.all(np.diff(self.x) > 0) and np.all(np.diff(self.u) > 0) and np.all(self.slope > 0)):
             raise ValueError("x and u must increase, and slope must be positive")
 
     def forward(self, x: Array | np.ndarray) -> tuple[Any, Any]:
-        """u and log g′(x) of rows `(..., d)`, in NumPy double precision if x is concrete. log g′ is −∞
-        outside the bounds."""
+        """u = g(x) and log g′(x) for rows `(..., d)`, computed by NumPy in double precision if x is concrete.
+        log g′ is −∞ outside the bounds."""
         xp = jnp if is_traced(x) or is_traced(self.x) else np
         x = xp.asarray(x) if xp is jnp else np.asarray(x, np.float64)
         if self.lower is None or self.upper is None:
@@ -185,14 +187,14 @@ class Marginals(eqx.Module):
         return u, log_slope + log_stretch
 
     def inverse(self, u: Array) -> Array:
-        """x from u, by solving a quadratic equation between two knots."""
+        """x = g⁻¹(u), by solving a quadratic equation between two knots."""
         low, high, inside = _pieces(self, jnp, u, self.u)
         mean = (high.u - low.u) / (high.x - low.x)
         y = jnp.where(inside, u - low.u, 0.5 * (high.u - low.u))
         bend = low.slope + high.slope - 2 * mean
         a = (high.u - low.u) * (mean - low.slope) + y * bend
         b = (high.u - low.u) * low.slope - y * bend
-        # In this form of the root, no digits cancel if the quadratic is nearly linear.
+        # This form of the root avoids cancellation if the quadratic is nearly linear.
         s = 2 * mean * y / (b + jnp.sqrt(jnp.maximum(b**2 + 4 * a * mean * y, 0)))
         end = _Knot(*(jnp.where(u < low.u, *pair) for pair in low.beside(high)))
         x = jnp.where(inside, low.x + s * (high.x - low.x), end.x + (u - end.u) / end.slope)
@@ -249,8 +251,8 @@ def _pieces(maps: Marginals, xp: Any, at: Any, knots: Any) -> tuple["_Knot", "_K
 
 
 def _to_normal(xp: Any, beyond: Any, level: Any, slope: Any, shape: Any) -> tuple[Any, Any]:
-    """u and log g′ at the distance `beyond` outside the last knot. At the knot, u is `level` and g′ is
-    `slope`. log P(X > x) = log Φ(−level) − log(1 + ξ beyond/β)/ξ = log Φ(−u)."""
+    """u and log g′(x) at the distance `beyond` past the last knot, where u is `level` and g′ is `slope`.
+    u solves log P(X > x) = log Φ(−level) − log(1 + ξ beyond/β)/ξ = log Φ(−u)."""
     log_ndtr, log_normal = _log_ndtr(xp), lambda v: -0.5 * (v**2 + np.log(2 * np.pi))
     start = log_ndtr(-level)
     scale = xp.exp(start - log_normal(level)) / slope
@@ -264,7 +266,7 @@ def _to_normal(xp: Any, beyond: Any, level: Any, slope: Any, shape: Any) -> tupl
 
 
 def _from_normal(u: Any, level: Any, slope: Any, shape: Any) -> Any:
-    """The distance beyond the last knot, the inverse of `_to_normal`."""
+    """The distance past the last knot at which the map equals u; the inverse of `_to_normal`."""
     log_ndtr = _log_ndtr(jnp)
     start = log_ndtr(-level)
     scale = jnp.exp(start + 0.5 * (level**2 + np.log(2 * np.pi))) / slope
@@ -276,8 +278,8 @@ def _log_ndtr(xp: Any) -> Any:
 
 
 def unbounded(xp: Any, x: Any, lower: np.ndarray, upper: np.ndarray) -> tuple[Any, Any]:
-    """x mapped from the interval between its bounds to the real line, and the log of the slope; outside the
-    bounds the slope is zero and the value is a placeholder."""
+    """Map x from the interval between its bounds to the real line; return the value and the log of the slope.
+    Outside the bounds, the slope is zero and the value is a placeholder."""
     lower, upper = np.broadcast_to(lower, x.shape), np.broadcast_to(upper, x.shape)
     above, below = np.isfinite(lower), np.isfinite(upper)
     out = (x <= lower) | (x >= upper)
@@ -290,7 +292,7 @@ def unbounded(xp: Any, x: Any, lower: np.ndarray, upper: np.ndarray) -> tuple[An
 
 
 def _bounded(x: Array, lower: np.ndarray, upper: np.ndarray) -> Array:
-    """The inverse map, from the real line to the interval between the bounds."""
+    """Map x from the real line to the interval between the bounds; the inverse of `unbounded`."""
     lower, upper = np.broadcast_to(lower, x.shape), np.broadcast_to(upper, x.shape)
     above, below = np.isfinite(lower), np.isfinite(upper)
     low, high = (jnp.asarray(np.where(np.isfinite(b), b, 0), x.dtype) for b in (lower, upper))
@@ -312,60 +314,63 @@ class _Knot(NamedTuple):
 def fit_marginals(
     rows: np.ndarray,
     own: int,
-    least: float,
+    min_gain: float,
     bounds: tuple[np.ndarray, np.ndarray] | None = None,
     links: Links | None = None,
     far: bool = True,
 ) -> Marginals | None:
-    """Maps of the first `own` columns, with cross-validated numbers of knots. Maps are linear if splines gain
-    less than `least` nats per column over a normal distribution. The gain is that of the median row, so that
-    a few outliers cannot decide. Columns with heavy tails (ξ > 1/4) are always mapped. With `far`, linear
-    maps of columns with extreme values have Pareto tails if `least` is infinite. None if no column needs a
-    map."""
+    """Fit maps to the first `own` columns, with numbers of knots chosen by cross-validation; return None if
+    no column needs a map.
+
+    Maps are linear if splines gain less than `min_gain` nats per column over a Gaussian in the median row;
+    the median prevents a few outliers from deciding. Columns with heavy tails (ξ > 1/4) keep their splines.
+    With `far` and infinite `min_gain`, linear maps of columns with extreme values have Pareto tails.
+    """
     links = Links.of(rows) if links is None else links
     if bounds is not None:
         moved = unbounded(np, rows[:, :own], *bounds)[0]
         rows = np.concatenate([moved, rows[:, own:]], axis=1)
     counts = [0] * own
-    if least < np.inf:
+    if min_gain < np.inf:
         some = np.random.default_rng(0).permutation(len(rows))[:MAX_CHOICE_ROWS]
         some = slice(None) if len(rows) <= MAX_CHOICE_ROWS else some
-        counts = _counts(rows[some], own, least, links if isinstance(some, slice) else links.at(some))
+        counts = _counts(rows[some], own, min_gain, links if isinstance(some, slice) else links.at(some))
     # In a flow, Pareto tails would make relations between columns nonlinear in the tails.
-    maps = _together(rows, counts, far=far and bool(np.isinf(least)))
+    maps = _together(rows, counts, far=far and bool(np.isinf(min_gain)))
     if bounds is not None:
         return Marginals(maps.x, maps.u, maps.slope, *bounds, maps.tails)
     return maps if any(counts) or maps.tails is not None else None
 
 
-def _counts(rows: np.ndarray, own: int, least: float, links: Links) -> list[int]:
+def _counts(rows: np.ndarray, own: int, min_gain: float, links: Links) -> list[int]:
     """The number of knots of each column, 0 for a linear map."""
     counts = [_count(column, links) for column in rows[:, :own].T]
-    if not any(counts) or least == -np.inf:
+    if not any(counts) or min_gain == -np.inf:
         return counts
     parts = folds(links.labels)
     gains = np.concatenate([_gain(rows[rest], rows[part], counts) for rest, part in parts])
-    if np.median(gains) >= least * own:
+    if np.median(gains) >= min_gain * own:
         return counts
     chosen = zip(rows.T, counts, strict=False)
     return [count if count and _is_heavy(column, count) else 0 for column, count in chosen]
 
 
 def _together(rows: np.ndarray, counts: list[int], far: bool = True) -> Marginals:
-    """The maps of the columns, as arrays; without `far`, linear maps have no Pareto tails."""
+    """The maps of all columns, padded to one number of knots; without `far`, linear maps have no Pareto
+    tails."""
     columns = [
         _knots(column, count) if count or far else _line(column.mean(), column.std() or 1.0)
         for column, count in zip(rows.T, counts, strict=False)
     ]
-    most = max(len(column.x) for column in columns)
-    padded = [_padded(column, most) for column in columns]
+    total = max(len(column.x) for column in columns)
+    padded = [_padded(column, total) for column in columns]
     knots = (np.stack([getattr(c, name) for c in padded]) for name in ("x", "u", "slope"))
     tails = np.stack([column.tails for column in columns])
     return Marginals(*knots, tails=tails if tails.any() else None)
 
 
 def _knots(column: np.ndarray, count: int) -> _Knot:
-    """A map with `count` knots at quantiles; a linear map if `count` is 0."""
+    """The map of a column: a spline with `count` knots at quantiles, or a linear map if `count` is 0."""
     if count == 0:
         return _linear(column)
     knots = _at_quantiles(column, count)
@@ -410,16 +415,16 @@ def _is_heavy(column: np.ndarray, count: int) -> bool:
 
 
 def _linear(column: np.ndarray) -> _Knot:
-    """A linear map by mean and standard deviation. For a column with extreme values, only its bulk determines
-    these two numbers, and the map has Pareto tails."""
+    """The linear map that standardises a column. If the column has extreme values, the mean and standard
+    deviation are those of its bulk, and the map has Pareto tails."""
     far = _is_far(column)
     line = _line(*_bulk(column)) if far else _line(column.mean(), column.std() or 1.0)
     return _with_far_tails(line) if far else line
 
 
 def _bulk(column: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation of the column after values more than FAR_LEVEL standard deviations from the
-    mean are moved to that distance."""
+    """The winsorised mean and standard deviation of a column: values more than FAR_LEVEL standard deviations
+    from the mean are clipped to that distance."""
     loc, scale = column.mean(), column.std() or 1.0
     for _ in range(WINSORISATIONS):
         bulk = np.clip(column, loc - FAR_LEVEL * scale, loc + FAR_LEVEL * scale)
@@ -443,8 +448,8 @@ def _with_far_tails(knots: _Knot) -> _Knot:
 
 
 def _tail(level: float, beyond: np.ndarray, otherwise: float) -> tuple[float, float]:
-    """The slope at the last knot and the shape ξ of the tail. For a normal tail ξ is 0, and the slope is such
-    that the mean distance of values beyond the knot is that of a normal distribution beyond `level`."""
+    """The slope at the last knot and the shape ξ of the tail. For a normal tail ξ is 0, and the slope matches
+    the mean excess over the knot to that of a normal distribution over `level`."""
     beyond = beyond[beyond > 0]
     if not beyond.size:
         return otherwise, 0.0
@@ -460,8 +465,8 @@ def _tail(level: float, beyond: np.ndarray, otherwise: float) -> tuple[float, fl
 
 
 def _pareto_fit(beyond: np.ndarray) -> tuple[float, float, float]:
-    """Shape, scale and log-likelihood of the generalised Pareto distribution of positive values, by maximum
-    likelihood over θ = ξ/β (Grimshaw 1993)."""
+    """Fit a generalised Pareto distribution to positive values, by maximum likelihood over θ = ξ/β (Grimshaw
+    1993); return its shape, its scale and the log-likelihood."""
     theta = np.logspace(-3, 4, 141) / np.median(beyond)
     shape = np.mean(np.log1p(theta[:, None] * beyond), axis=1)
     likelihood = -len(beyond) * (np.log(shape / theta) + shape + 1)
@@ -469,9 +474,9 @@ def _pareto_fit(beyond: np.ndarray) -> tuple[float, float, float]:
     return float(shape[best]), float(shape[best] / theta[best]), float(likelihood[best])
 
 
-def _padded(knots: _Knot, most: int) -> _Knot:
-    """Add knots on the spline, each in the widest piece."""
-    missing = most - len(knots.x)
+def _padded(knots: _Knot, total: int) -> _Knot:
+    """The same map with `total` knots: the additional ones lie on the spline, within its widest piece."""
+    missing = total - len(knots.x)
     if not missing:
         return knots
     place = int(np.argmax(np.diff(knots.u)))
@@ -486,8 +491,8 @@ def _padded(knots: _Knot, most: int) -> _Knot:
 
 
 def _count(column: np.ndarray, links: Links) -> int:
-    """The number of knots whose cross-validated log-likelihood is significantly better than with fewer knots;
-    0 for no knots."""
+    """The number of knots of a column, 0 for a linear map. More knots are used only if they improve the
+    cross-validated log-likelihood significantly."""
     parts = folds(links.labels)
 
     def score(count: int) -> np.ndarray:
@@ -497,13 +502,13 @@ def _count(column: np.ndarray, links: Links) -> int:
         return values
 
     chosen, best = 0, score(0)
-    least = MIN_STANDARD_ERRORS_FAR if _is_far(column) else MIN_STANDARD_ERRORS
+    min_errors = MIN_STANDARD_ERRORS_FAR if _is_far(column) else MIN_STANDARD_ERRORS
     for count in KNOT_COUNTS:
         if count * MIN_ROWS_PER_KNOT > links.distinct:
             break
         found = score(count)
         gain, error = mean_and_error(np.clip(found - best, -MAX_GAIN, MAX_GAIN), links.labels)
-        if gain > least * error:
+        if gain > min_errors * error:
             chosen, best = count, found
     return chosen
 
@@ -518,7 +523,7 @@ def _log_density(u: Any) -> Any:
 
 
 def _gain(train: np.ndarray, test: np.ndarray, counts: list[int]) -> np.ndarray:
-    """The gain in log-density of each row of `test` from the map, compared with a normal distribution."""
+    """For each row of `test`, the gain in log-density from the maps over a Gaussian of the raw columns."""
     marginals, own = _together(train, counts), len(counts)
 
     def mapped(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

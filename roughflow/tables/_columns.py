@@ -1,4 +1,4 @@
-"""The columns of a table: constant columns, linear relations among columns, and types of columns."""
+"""The columns of a table: constant columns, linear relations among columns, and column types."""
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,9 +24,9 @@ from ._standardised import Standardised
 
 PAIR_TOLERANCE = 1e-12  # maximum 1 − |correlation| of two columns that count as copies, if there are few rows
 COARSE_STEP = 0.02  # grid step, in standard deviations of the column, above which rounding is modelled
-MAX_COMPARED = 2000  # maximum number of columns that are compared in pairs
-# Tolerance of a relation: multiple of the residuals of the training rows, and fraction of the size of its
-# terms.
+MAX_COMPARED = 2000  # maximum number of columns that are compared pairwise
+# The tolerance of a relation is MARGIN times its largest residual in the training rows plus SINGLE_PRECISION
+# times the size of its terms.
 MARGIN, SINGLE_PRECISION = 4.0, 1e-6
 Violation = Literal["zero", "penalty"]
 
@@ -35,9 +35,9 @@ class Relations(eqx.Module):
     """Columns of a table that are constant or linear in the others: x_removed = a + B x.
 
     **Arguments:** `removed`, the indices of these columns; `intercept` a, `(r,)`; `slope` B, `(r, d)`, with
-    one entry per column (given columns last), zero for removed columns; `tolerance` and `scale`, `(r,)`: the
-    largest deviation of a row that counts as rounding error, and the standard deviation of the column (1 if
-    it is constant); `num_rows`, the number of distinct rows from which the relations were found.
+    one entry per column (given columns last), zero for removed columns; `tolerance` and `scale`, `(r,)` each:
+    the largest deviation that counts as rounding error, and the standard deviation of the column (1 if it is
+    constant); `num_rows`, the number of distinct rows in which the relations were found.
 
     ```python
     import numpy as np
@@ -58,8 +58,8 @@ class Relations(eqx.Module):
 
     @staticmethod
     def of(rows: np.ndarray, own: int, exempt: Iterable[int] = ()) -> "Relations | None":
-        """The relations of which each determines one of the first `own` columns from other columns; None if
-        there are none. The columns `exempt` are never part of a relation.
+        """Find the linear relations in a table; return None if there are none. Each determines one of the
+        first `own` columns from other columns. The columns in `exempt` are never part of a relation.
 
         A column is removed if its variance given the other columns is below 1e-6 of its variance."""
         loc, scale = rows.mean(axis=0), rows.std(axis=0)
@@ -67,7 +67,7 @@ class Relations(eqx.Module):
         scale = np.where(still, 1.0, scale)
         exempt = set(exempt)
         constants = [int(i) for i in np.flatnonzero(still[:own]) if i not in exempt]
-        still[list(exempt)] = True  # treated like constant columns, which are never part of a relation
+        still[list(exempt)] = True  # like constant columns, they are excluded from relations among columns
         removed = sorted([*constants, *_dependent((rows - loc) / scale, own, still)])
         if not removed:
             return None
@@ -86,12 +86,12 @@ class Relations(eqx.Module):
 
     @property
     def kept(self) -> list[int]:
-        """The indices of all other columns."""
+        """The indices of the columns that are not removed."""
         return [i for i in range(self.slope.shape[1]) if i not in self.removed]
 
     def log_factor(self, rows: Any, violation: Violation) -> Any:
-        """The contribution of the relations to log p of each row: 0 if the row satisfies them, otherwise −∞
-        or the penalty."""
+        """The term that the relations add to log p of each row: 0 if the row satisfies them, otherwise −∞ or
+        the penalty."""
         xp = jnp if is_traced(rows) else np
         rest = xp.abs(rows[..., list(self.removed)] - self._predicted(xp, rows, self.slope))
         wide = lambda part: xp.broadcast_to(xp.asarray(part, rest.dtype), rest.shape)
@@ -100,11 +100,11 @@ class Relations(eqx.Module):
         return xp.sum(xp.where(rest > wide(self.tolerance), broken, 0.0), axis=-1)
 
     def restore(self, rows: Any) -> Any:
-        """Restore rows with all columns from rows of the kept columns."""
+        """Restore the removed columns of rows that have only the kept columns."""
         xp = np if isinstance(rows, np.ndarray) else jnp
-        places = np.argsort([*self.kept, *self.removed])
+        order = np.argsort([*self.kept, *self.removed])
         removed = self._predicted(xp, rows, self.slope[:, self.kept])
-        return xp.concatenate([rows, removed], axis=-1)[..., places]
+        return xp.concatenate([rows, removed], axis=-1)[..., order]
 
     def _predicted(self, xp: Any, rows: Any, slope: np.ndarray) -> Any:
         removed = rows @ xp.asarray(slope.T, rows.dtype)
@@ -122,7 +122,8 @@ class Relations(eqx.Module):
 
 
 def _dependent(unit: np.ndarray, own: int, still: np.ndarray) -> list[int]:
-    """Columns to remove so that the others are linearly independent, given the columns beyond `own`."""
+    """Indices of columns whose removal leaves the others linearly independent, given the columns from index
+    `own` on."""
     free = [i for i in range(own) if not still[i]]
     given = unit[:, own:][:, ~still[own:]]
     if len(unit) <= len(free) + given.shape[1]:
@@ -139,8 +140,8 @@ def _dependent(unit: np.ndarray, own: int, still: np.ndarray) -> list[int]:
 
 
 def _copies(unit: np.ndarray, free: list[int]) -> list[int]:
-    """Columns that repeat an earlier column. With fewer rows than columns, only these relations are
-    considered, because others would hold by chance."""
+    """Indices of columns that repeat an earlier column, up to shift and scale. With fewer rows than columns,
+    only these relations are considered, because others would hold by chance."""
     if len(unit) < 4 or len(free) > MAX_COMPARED:
         return []
     twins = np.abs(unit[:, free].T @ unit[:, free]) / len(unit) > 1 - PAIR_TOLERANCE
@@ -151,11 +152,12 @@ class WithRelations(eqx.Module):
     """A density of rows that satisfy linear relations: `core`, an `rf.tables.Standardised`, is the density of
     the free columns. Rows that violate a relation have density zero.
 
-    `log_prob` is the log-density of the free columns. Samples have all columns. `columns` are the names of
-    all columns, given ones last. The methods are those of `rf.tables.Standardised`. In `log_prob` and
-    `estimate`, `violation="penalty"` gives a row that violates a relation a finite value instead of −∞. The
-    penalty is log(n + 1) nats, because a first exception after n rows has probability 1/(n + 1), plus 2 log(1
-    + r/s) for a distance r from the relation and a standard deviation s of the column.
+    `log_prob` is the log-density of the free columns. Samples have all columns. `columns` contains the names
+    of all columns, given ones last. The methods work like those of `rf.tables.Standardised` with the same
+    names. In `log_prob` and `estimate`, `violation="penalty"` gives a row that violates a relation a finite
+    value instead of −∞. The penalty is log(n + 1) nats, because a first exception after n rows has
+    probability 1/(n + 1), plus 2 log(1 + r/s), where r is the distance from the relation and s the standard
+    deviation of the column.
 
     ```python
     import jax
@@ -255,7 +257,7 @@ class WithRelations(eqx.Module):
 
 @dataclass(frozen=True)
 class OfKept:
-    """A density of the kept columns, evaluated at rows with all columns."""
+    """A density of the kept columns that takes rows with all columns."""
 
     density: Any
     relations: Relations
@@ -288,21 +290,21 @@ def check_some_free(relations: Relations | None, own: int, rows: np.ndarray, nam
 
 ColumnType = Literal["continuous", "integer", "category", "zero-inflated"]
 COLUMN_TYPES = get_args(ColumnType)
-MAX_INTEGER_LEVELS = 10  # integer columns with at most this number of values are categories
-MIN_SPIKE = 0.1  # fraction of the rows at one value of a zero-inflated column
-# A text column with a larger fraction of different values is rejected as an identifier.
+MAX_INTEGER_LEVELS = 10  # integer columns with at most this number of values are treated as categorical
+MIN_SPIKE = 0.1  # minimum fraction of the rows at the point mass of a zero-inflated column
+# A text column with a larger fraction of distinct values is rejected as an identifier.
 MAX_LEVEL_SHARE = 0.5
 MISSING, UNKNOWN = -1, -2  # codes of missing categories, and of categories that do not occur in the table
 Label = str | float | bool
 
 
 class Encoding(eqx.Module):
-    """The types of the columns of a table, and the map from its cells to numbers and codes.
+    """The column types of a table, and the map from its cells to numeric values and category codes.
 
-    A cell of a "continuous" column becomes a number, a cell of an "integer" column a number that stands for
-    an interval of width `widths` around it, and a cell of a "category" column a code, its index in `levels`.
-    A cell of a "zero-inflated" column becomes a code, which says whether the cell is at the point mass (the
-    last of the `levels`), and a number if it is not. Numbers are in units of `scale` around `loc`.
+    A "continuous" column is encoded as numeric values. An "integer" column is, too, but each value stands for
+    an interval of width `widths` around it. A "category" column is encoded as codes, indices into `levels`. A
+    "zero-inflated" column is encoded as codes, which say whether a cell is at the point mass (its only
+    level), and numeric values for the other cells. Numeric values are in units of `scale` around `loc`.
 
     ```python
     import numpy as np
@@ -324,10 +326,11 @@ class Encoding(eqx.Module):
 
     @staticmethod
     def of(cells: Sequence[np.ndarray], names: tuple[str, ...], types: Mapping[str, str]) -> "Encoding":
-        """The encoding of a table, whose columns are arrays of numbers (NaN for missing) or of objects."""
+        """Choose the encoding of a table whose columns are arrays of floats (NaN if missing) or of objects.
+        Types that are not in `types` are detected."""
         for name, kind in types.items():
             if name not in names:
-                raise ValueError(f"types has a column {name!r}; the table has {', '.join(names)}")
+                raise ValueError(f"types has an unknown column {name!r}; the table has {', '.join(names)}")
             if kind not in COLUMN_TYPES:
                 raise ValueError(f"types must be {', '.join(COLUMN_TYPES)}; column {name!r} has {kind!r}")
         found = [_typed(name, column, types.get(name)) for name, column in zip(names, cells, strict=True)]
@@ -338,19 +341,19 @@ class Encoding(eqx.Module):
         kinds, levels, widths = zip(*found, strict=True)
         if all(kind == "category" and len(own) == 1 for kind, own, _ in found):
             raise ValueError(
-                f"every column of data has only one value: there is no density{see('no-density')}"
+                f"every column of data has only one value: there is no density to fit{see('no-density')}"
             )
         loc, scale = np.array(moments).T
         return Encoding(names, kinds, levels, np.array(widths), loc, scale)
 
     @property
     def numeric(self) -> list[int]:
-        """Indices of the columns that have numbers."""
+        """Indices of the columns that are encoded as numeric values."""
         return [i for i, kind in enumerate(self.types) if kind != "category"]
 
     @property
     def coded(self) -> list[int]:
-        """Indices of the columns that have codes."""
+        """Indices of the columns that are encoded as codes."""
         return [i for i, kind in enumerate(self.types) if kind in ("category", "zero-inflated")]
 
     @property
@@ -362,17 +365,18 @@ class Encoding(eqx.Module):
     @property
     def unit_widths(self) -> np.ndarray:
         """The widths of the rounding intervals of the numeric columns, in units of the scale of each column;
-        0 if not rounded."""
+        0 for a column that is not rounded."""
         return (self.widths / self.scale)[self.numeric]
 
     def log_scale(self, numbers: np.ndarray) -> np.ndarray:
-        """The sum of log `scale` over the observed continuous cells of each row: the change of the
-        log-density due to the units."""
+        """For each row, the sum of log `scale` over its observed cells in columns that are not rounded: the
+        change in log-density due to the units."""
         free = (self.unit_widths == 0) & ~np.isnan(numbers)
         return np.sum(np.where(free, np.log(self.scale[self.numeric]), 0.0), axis=1)
 
     def encode(self, cells: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers `(n, p)`, NaN if missing or at a point mass, and codes `(n, q)`."""
+        """Encode cells as numeric values `(n, p)`, NaN if missing or at a point mass, and codes `(n, q)`,
+        negative if missing or unknown."""
         count = len(cells[0])
         numbers, codes = np.empty((count, len(self.numeric))), np.empty((count, len(self.coded)), int)
         for j, i in enumerate(self.coded):
@@ -385,7 +389,7 @@ class Encoding(eqx.Module):
         return numbers, codes
 
     def decode(self, numbers: np.ndarray, codes: np.ndarray) -> np.ndarray:
-        """Rows of the table from numbers and codes: floats if all columns are numbers, otherwise objects."""
+        """Decode rows of the table: an array of floats if no column is text, otherwise of objects."""
         plain = all(not isinstance(label, str) for levels in self.levels for label in levels)
         rows = np.empty((len(numbers), len(self.types)), float if plain else object)
         for j, i in enumerate(self.numeric):
@@ -399,7 +403,7 @@ class Encoding(eqx.Module):
         return rows
 
     def absent(self, numbers: np.ndarray, codes: np.ndarray) -> np.ndarray:
-        """Which cells of the table are missing, `(n, d)`."""
+        """A mask of the missing cells of the table, `(n, d)`."""
         out = np.zeros((len(numbers), len(self.types)), bool)
         out[:, self.numeric] = np.isnan(numbers)
         out[:, self.coded] = codes == MISSING  # a zero-inflated cell is missing if its code is missing
@@ -445,8 +449,8 @@ def missing(value: Any) -> bool:
 def cells_of(
     data: Any, names: Sequence[str] = (), argument: str = "data"
 ) -> tuple[list[np.ndarray], tuple[str, ...]]:
-    """The columns of a table, as arrays of floats (NaN for missing cells) or, if there is text, of objects;
-    and the names of the columns: x1, x2, ... for an array."""
+    """The columns of a table, as arrays of floats (NaN if missing) or, for text, of objects, and the column
+    names, by default x1, x2, ... for an array."""
     if is_frame(data):
         wanted = tuple(names) or frame_names(argument, data)
         frame = take(argument, data, wanted)
@@ -456,7 +460,7 @@ def cells_of(
         ], wanted
     array = np.asarray(data)
     if array.dtype.kind in "US":
-        # Use objects, because NumPy would convert numbers to text if the table contains text.
+        # Without dtype=object, NumPy would convert the numbers of a table with text to text.
         array = np.asarray(data, object)
     if array.ndim != 2 or not array.size:
         raise ValueError(f"{argument} must have shape (rows, columns), got {array.shape}")
@@ -471,7 +475,7 @@ def is_mixed(data: Any) -> bool:
     try:
         cells, _ = cells_of(data)
     except (ValueError, TypeError):
-        return False  # elsewhere this is rejected with a better message
+        return False  # invalid data are rejected later, with a better message
     return any(column.dtype.kind == "O" or np.isnan(column).any() for column in cells)
 
 
@@ -488,7 +492,8 @@ def _cells(name: str, column: np.ndarray, argument: str) -> np.ndarray:
         array = np.array([np.nan if value is None else float(value) for value in values])
         return _checked_numbers(name, array, argument)
     odd = next(value for value, number in zip(present, numbers, strict=True) if not number)
-    raise ValueError(f"column {name!r} of {argument} holds {str(odd)!r} among other values: convert it")
+    message = f"column {name!r} of {argument} holds {str(odd)!r}"
+    raise ValueError(f"{message}: the values of a column must be all numbers or all text")
 
 
 def _checked_numbers(name: str, column: np.ndarray, argument: str) -> np.ndarray:
@@ -526,7 +531,7 @@ def _typed(name: str, column: np.ndarray, wanted: str | None) -> tuple[str, tupl
 
 
 def _spike_value(column: np.ndarray) -> float | None:
-    """The value of a point mass of an otherwise continuous column."""
+    """The value at which an otherwise continuous column has a point mass; None if there is none."""
     values, counts = np.unique(column, return_counts=True)
     top = int(np.argmax(counts))
     rest = len(column) - counts[top]
@@ -535,7 +540,7 @@ def _spike_value(column: np.ndarray) -> float | None:
 
 
 def coarse_step(column: np.ndarray) -> float:
-    """The step of the grid of a column's values, if the step is coarse and values repeat; otherwise 0."""
+    """The step of the grid on which a column's values lie, if it is coarse and values repeat; otherwise 0."""
     if len(np.unique(column)) > 0.9 * len(column):
         return 0.0
     step = grid_step(column)

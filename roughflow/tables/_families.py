@@ -1,4 +1,4 @@
-"""Families of densities for a table: a Gaussian, a Gaussian of mapped columns, or a flow."""
+"""Families of densities for a table, and their comparison on unseen rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from ._fitted_density import SCORED_ROWS, HeldOut, Score
 from ._standardised import Standardised
 from ._table import Table
 
-CLEAR_ERRORS = 4.0  # standard errors of a difference after which cross-validation needs no more folds
+CLEAR_ERRORS = 4.0  # cross-validation stops once a difference exceeds this number of standard errors
 Family = Literal["gaussian", "marginals", "flow", "mixture"]
 FAMILIES: tuple[Family, ...] = ("gaussian", "marginals", "flow", "mixture")
 
@@ -27,9 +27,10 @@ class ClosedForm:
 
     @staticmethod
     def of(family: Family, table: Table, far: bool = True) -> "ClosedForm":
-        """With `far`, columns with extreme values have Pareto tails, even in the family "gaussian"."""
-        least = -np.inf if family == "marginals" else np.inf
-        maps = fit_marginals(table.train, table.dimension, least, table.bounds, table.links, far)
+        """Fit the family to the training rows. With `far`, columns with extreme values have Pareto tails,
+        even in the family "gaussian"."""
+        min_gain = -np.inf if family == "marginals" else np.inf
+        maps = fit_marginals(table.train, table.dimension, min_gain, table.bounds, table.links, far)
         mapped, _ = _mapped(maps, table.train)
         return ClosedForm(maps, Gaussian.shrunk(mapped, table.links, table.num_given))
 
@@ -58,8 +59,8 @@ def _mapped(maps: Marginals | None, rows: np.ndarray) -> tuple[np.ndarray, Any]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of families by log-densities of unseen rows. With `cross`, these come from
-    cross-validation on the table `whole`; otherwise they are the validation rows of the table `split`."""
+    """Compares families by their log-densities of unseen rows. With `cross`, families are cross-validated on
+    `whole`; otherwise the unseen rows are the validation rows of `split`."""
 
     whole: Table
     split: Table
@@ -68,7 +69,7 @@ class Comparison:
 
     @property
     def table(self) -> Table:
-        """The training rows of the final density."""
+        """The table to which the final density is fitted."""
         return self.whole if self.cross else self.split
 
     @property
@@ -95,13 +96,13 @@ class Comparison:
         return values
 
     def is_better(self, values: np.ndarray, others: np.ndarray) -> bool:
-        """Whether the mean of `values` is higher than that of the others by more than one standard error of
-        the difference."""
+        """Whether the mean of `values` exceeds that of `others` by more than one standard error of the
+        difference."""
         gain, error = self._gain(values, others)
         return bool(gain > error)
 
     def _gain(self, values: np.ndarray, others: np.ndarray) -> tuple[float, float]:
-        """The mean difference of the rows that have values, and its standard error."""
+        """The mean difference over the rows that have values, and its standard error."""
         seen = ~np.isnan(values)
         return mean_and_error((values - others)[seen], self._labels_of(seen))
 

@@ -36,7 +36,7 @@ from ._standardised import Standardised
 from ._table import Bound, Rounding, Table
 
 MAX_MIXTURE_ROWS = 5000  # maximum number of rows for which a mixture is tried, because it is slow
-SAMPLED_ROWS = 100_000  # rows of a table on disk that are used for moments and maps
+SAMPLED_ROWS = 100_000  # number of rows of a table on disk from which moments and maps are computed
 
 
 @grouped_arguments(flow=FlowOptions, training=TrainingOptions, run=RunOptions)
@@ -75,16 +75,16 @@ def fit_density(
     For a table of fewer than 500 distinct rows or groups, the default is the family with the best
     cross-validated score, which may also be a mixture (see below). For a larger table, the default is a flow,
     unless the Gaussian is better on the validation rows. A more flexible family is chosen only if it is
-    better by more than one standard error. No flow is trained on fewer than 64 distinct rows, or on fewer
-    than 10 per column. `fitted.score` is the score of the chosen density.
+    better by more than one standard error. By default, no flow is trained on fewer than 64 distinct rows, or
+    on fewer than 10 per column. `fitted.score` is the score of the chosen density.
 
     A fourth family is for tables with missing cells (None or NaN), text, integers or point masses:
 
-    - "mixture": a mixture of Gaussians for numbers times probabilities for categories
-      (`rf.tables.MixedDensity`), fitted to incomplete rows by expectation–maximisation. Densities of
-      incomplete rows, `fitted.impute` and `fitted.conditional` are in closed form. A mixture is the default
-      for tables with text or missing cells, and with `types=` or `weights=`. Its number of components is
-      chosen on unseen rows.
+    - "mixture": a mixture (`rf.tables.MixedDensity`) whose components are Gaussians of the numeric columns
+      times probabilities of the categories, fitted by expectation–maximisation, also to incomplete rows.
+      Densities of incomplete rows, `fitted.impute` and `fitted.conditional` are in closed form. A mixture is
+      the default for tables with text or missing cells, and with `types=` or `weights=`. The number of
+      components is chosen on unseen rows.
 
     Copies of a row, and rows of one group, are always on the same side of a split. Defaults that depend on
     the size of the table use the number of distinct rows.
@@ -104,8 +104,8 @@ def fit_density(
     - `given`: the rows to condition on, or names of columns of `data`, for the conditional density p(data |
       given). The methods of the model then take `given` too.
     - `groups`: a label for each row, or the name of a column of `data`, which is not modelled. Rows of one
-      group are validated together. Copies of a row are always grouped, and so are rows that share two
-      continuous columns, as after a join.
+      group are on the same side of every split. Copies of a row are always grouped, and so are rows with the
+      same values in two continuous columns, as after a join.
     - `types`: types of columns by name or index, "continuous", "integer", "category" or "zero-inflated", such
       as `{"age": "integer"}`; types of other columns are detected, and `fitted.model.encoding.described()`
       shows all types. With `types`, the family is "mixture".
@@ -121,8 +121,10 @@ def fit_density(
       and their steps.
     - `columns`: names for the columns of an array, given ones last; for a DataFrame, the columns to use, by
       default all.
-    - `validation`: fraction of validation rows, or the validation rows; with `given`, a pair of arrays.
-    - `steps`: number of steps of the regression; by default 20,000, or at most 4,000 below 2,000 rows.
+    - `validation`: the fraction of the rows to use for validation, or the validation rows; with `given`, a
+      pair of arrays.
+    - `steps`: number of steps of the regression; by default four per row, but at least 2,000 and at most
+      20,000, or 4,000 for fewer than 2,000 rows.
     - `seconds`: time budget of both stages after compilation, instead of `steps`. A few steps are timed; the
       likelihood stage, if there is one, gets a quarter of the budget.
     - `progress`: show a progress bar, which names the stage.
@@ -210,8 +212,8 @@ def _tables(
     validation: Any,
     key: PRNGKeyArray,
 ) -> tuple[ParquetTable | None, Table, Table]:
-    """The table on disk from which batches are drawn (or None), the rows, and the rows split into training
-    and validation rows."""
+    """The table on disk from which batches are drawn (or None), the table in memory, and the latter split
+    into training and validation rows."""
     source = None
     if isinstance(data, ParquetTable):
         columns = columns or data.columns
@@ -252,11 +254,11 @@ class _Trainer:
         return FittedDensity(_with_flow(model, last.model), **parts, held_out=comparison.held_out)
 
     def fold(self, steps: int, key: PRNGKeyArray) -> Callable[[Table], Any]:
-        """Train in one stage of `steps` steps, for cross-validation."""
+        """Return a function that trains a flow on a table by regression alone, for cross-validation."""
 
         def fit(table: Table) -> _FoldModel:
             model = self.untrained(table, table)
-            # Rows are padded, so that other fold sizes do not cause recompilation.
+            # Rows are padded, so that folds of different sizes do not cause recompilation.
             train = Smoothed(model.unit(table.train), *self._noise, table.num_given)
             held_out = model.unit(table.held_out[:0])
             stages = dataclasses.replace(self.stages, train=train, held_out=held_out, progress=False)
@@ -272,8 +274,8 @@ class _Trainer:
         return float(self.options.smoothing or 0), float(self.options.outliers or 0)
 
     def untrained(self, whole: Table, table: Table) -> Standardised:
-        """An untrained flow: the normal distribution of the whole table, with maps of the columns if the
-        training rows justify them."""
+        """An untrained flow: the Gaussian of the whole table, with maps of the columns if the training rows
+        justify them."""
         flow = velocity_flow(
             table.dimension,
             num_given=table.num_given,
@@ -282,8 +284,8 @@ class _Trainer:
             num_features=self.sizes.num_features,
             key=self.key,
         )
-        least = {True: -np.inf, False: np.inf, None: self.sizes.worth}[self.options.marginals]
-        maps = fit_marginals(table.train, table.dimension, least, table.bounds, table.links)
+        min_gain = {True: -np.inf, False: np.inf, None: self.sizes.worth}[self.options.marginals]
+        maps = fit_marginals(table.train, table.dimension, min_gain, table.bounds, table.links)
         return Standardised(flow, *whole.units(maps), table.names, table.num_given, maps)
 
 
@@ -292,7 +294,7 @@ class _FoldModel:
     model: Standardised
 
     def log_prob(self, rows: np.ndarray) -> np.ndarray:
-        """Log-densities in batches of equal size, so that other fold sizes do not cause recompilation."""
+        """Log-densities, in padded batches, so that folds of different sizes do not cause recompilation."""
         size = 2 ** max(5, int(np.ceil(np.log2(len(rows)))))
         padded = rows[np.arange(size) % len(rows)]
         return HeldOut(padded, np.arange(size), None).values(self.model)[: len(rows)]
@@ -306,7 +308,7 @@ def _with_flow(model: Standardised, flow: Any) -> Standardised:
 
 @dataclasses.dataclass(frozen=True)
 class _Closed:
-    """A family in closed form, its log-densities of unseen rows, and the mixture, if the family is
+    """A closed-form family, its log-densities of unseen rows, and the fitted mixture if the family is
     "mixture"."""
 
     family: Family
@@ -316,8 +318,8 @@ class _Closed:
 
 
 def _best_closed(comparison: Comparison, marginals: bool | None, plain: bool) -> _Closed:
-    """The best family in closed form: a Gaussian, a Gaussian of mapped columns or, if the table is `plain`, a
-    mixture."""
+    """The best closed-form family: a Gaussian, a Gaussian of mapped columns or, if `plain` (neither maps nor
+    noise, bounds or rounding are set), a mixture."""
     fits = {name: partial(ClosedForm.of, name) for name in ("gaussian", "marginals")}
     if marginals is not None:
         # With marginals=False, the Gaussian has no maps at all.
@@ -337,8 +339,7 @@ def _best_closed(comparison: Comparison, marginals: bool | None, plain: bool) ->
         others.append(_Closed("mixture", found.values, found.model))
     for other in others:
         best = other if comparison.is_better(other.values, best.values) else best
-    # Columns with extreme values are not normal, so maps are chosen even if they are not significantly
-    # better.
+    # Columns with extreme values are not normal, so maps are chosen even if their gain is not significant.
     maps = ClosedForm.of("gaussian", table).maps
     if best.family == "gaussian" and maps is not None and maps.tails is not None:
         best = max(best, others[0], key=lambda closed: np.mean(closed.values))
@@ -346,7 +347,7 @@ def _best_closed(comparison: Comparison, marginals: bool | None, plain: bool) ->
 
 
 def _closed_fit(comparison: Comparison, best: _Closed, noise: float | str = 0.0) -> FittedDensity:
-    """The fitted density of a family in closed form: a mixture, or an untrained flow."""
+    """The fitted density of a closed-form family: a mixture, or an untrained flow."""
     table, held_out, score = comparison.table, comparison.held_out, None
     closed = None if best.family == "mixture" else ClosedForm.of(best.family, table, best.far)
     if comparison.cross and comparison.own:
@@ -382,9 +383,7 @@ def _check_mixed(family: Any, noise: Any, data: Any, others: Mapping[str, Any]) 
     if family not in (None, "mixture"):
         raise ValueError(f"{why}, not {family!r}{see('no-density')}")
     if isinstance(data, ParquetTable):
-        raise ValueError(
-            f"{why}, which needs a table in memory: types= and weights= do not support ParquetTable"
-        )
+        raise ValueError(f"{why}, which does not support ParquetTable: load the table into memory")
     found = [name for name, value in others.items() if value is not None]
     found += ["noise"] if noise else []
     if found:
@@ -400,7 +399,7 @@ def _mixed_fit(
     validation: Any,
     key: PRNGKeyArray,
 ) -> FittedDensity:
-    """Fit a mixture to a table of numbers and categories."""
+    """Fit a mixture to a table, which may have text and missing cells."""
     if isinstance(groups, str):
         if not is_frame(data):
             raise ValueError("groups can be a name only for a DataFrame")
@@ -420,8 +419,7 @@ def _mixed_fit(
 
 
 def _compared(fitted: FittedDensity, comparison: Comparison, trainer: _Trainer, plain: bool) -> FittedDensity:
-    """The flow if it is better than the densities in closed form, otherwise the best density in closed
-    form."""
+    """The flow if it is better than all closed-form densities, otherwise the best closed-form density."""
     best = _best_closed(comparison, trainer.options.marginals, plain)
     regression = fitted.stages["regression"]
     steps = regression.loss.size if regression.best_step is None else regression.best_step
@@ -445,8 +443,8 @@ def _compared(fitted: FittedDensity, comparison: Comparison, trainer: _Trainer, 
 def _sampled(
     table: ParquetTable, given: Any, groups: Any, validation: Any, key: PRNGKeyArray
 ) -> tuple[ParquetTable, np.ndarray, np.ndarray | None, Any]:
-    """A table on disk without its validation rows, a subset of its rows for moments, and the validation
-    rows."""
+    """The table on disk without its validation rows, a sample of its rows (modelled and given columns) for
+    moments and maps, and the validation rows."""
     if given is not None:
         raise ValueError("for a table on disk, use rf.tables.ParquetTable(path, given=[...])")
     if groups is not None:

@@ -18,7 +18,7 @@ from ._columns import Violation, WithRelations, check_violation
 from ._mixture import Conditional, MixedDensity
 from ._standardised import Standardised
 
-ANOMALY_SAMPLES = 2000  # number of samples with which rows are compared
+ANOMALY_SAMPLES = 2000  # number of samples with which rows are compared in `anomaly`
 SCORED_ROWS, NOISY_ROWS = 1000, 64  # maximum number of rows to score, without and with noise
 
 
@@ -31,8 +31,8 @@ class Score:
     - `gaussian`: the mean log-density under a Gaussian with the mean and covariance of the training rows.
     - `gain`, `gain_error`: the mean log-density minus that of the Gaussian, and the standard error of the
       difference.
-    - `num_rows`: number of rows; `method`: "validation rows", or "cross-validation", in which each row is
-      scored by a density fitted to other folds.
+    - `num_rows`: number of scored rows; `method`: "validation rows", or "cross-validation", in which each row
+      is scored by a density fitted to the other folds.
 
     The result of `rf.fit_density` has a score, `fitted.score`.
     """
@@ -47,8 +47,8 @@ class Score:
 
     @staticmethod
     def of(values: np.ndarray, gaussian: np.ndarray, labels: np.ndarray, method: str) -> "Score":
-        """The score, from the log-densities of rows under the model and under the Gaussian for comparison;
-        rows with the same label are dependent."""
+        """The score for log-densities of rows under the model and under the Gaussian; rows with the same
+        label are treated as dependent."""
         with np.errstate(invalid="ignore"):
             gain = mean_and_error(values - gaussian, labels)
         return Score(
@@ -63,8 +63,7 @@ class Score:
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """Rows on which a density is scored, labels of dependent rows, and the Gaussian with which the density is
-    compared."""
+    """Rows on which a density is scored, labels that mark dependent rows, and the Gaussian for comparison."""
 
     rows: np.ndarray
     labels: np.ndarray

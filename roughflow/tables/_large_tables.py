@@ -33,8 +33,8 @@ MAX_VALIDATION_ROWS = 2**15
 class ParquetTable:
     """A Parquet file as data for `rf.fit` and `rf.fit_density`; the file need not fit in memory.
 
-    Its columns are copied once to a scratch file (4 or 8 bytes per number), from which batches are drawn at
-    random with replacement. Only one batch is in memory. A given key always yields the same batches, so a
+    Its columns are copied once to a scratch file (4 or 8 bytes per value), from which batches are drawn at
+    random with replacement. Only one batch is in memory. The same key always yields the same batches, so a
     resumed run gives the same result. The scratch file is removed when the program ends, even if it is
     killed.
 
@@ -64,7 +64,7 @@ class ParquetTable:
 
     columns: tuple[str, ...]  # given ones last
     num_given: int  # number of given columns
-    digest: str  # digest of all numbers, since a resumed run may use another path
+    digest: str  # digest of all values, because the path of the file may have changed when a run is resumed
     aside: np.ndarray  # sorted indices of rows that are never drawn
 
     def __init__(
@@ -118,11 +118,11 @@ class ParquetTable:
         return self._at(rng.choice(len(self), count, replace=False))
 
     def split(self, share: float, *, key: PRNGKeyArray) -> tuple["ParquetTable", np.ndarray]:
-        """The table without a random fraction of its rows, and these rows (at most 32,768) for validation.
-        Copies of validation rows are excluded from the table."""
+        """Split off a random fraction of the rows, at most 32,768, for validation: return the rest of the
+        table and the validation rows. Copies of validation rows are excluded from the rest."""
         check_share(share)
         count = min(round(share * len(self)), MAX_VALIDATION_ROWS)
-        chosen = self._places(rng_of(key).choice(len(self), count, replace=False))
+        chosen = self._in_file(rng_of(key).choice(len(self), count, replace=False))
         held_out = np.asarray(self._rows[chosen], np.float64)
         copies = [self.aside, chosen, *self._copies(held_out)]
         rest = copy.copy(self)
@@ -132,19 +132,19 @@ class ParquetTable:
         return rest, held_out
 
     def _copies(self, rows: np.ndarray) -> Iterator[np.ndarray]:
-        """Indices in the file of all copies of the given rows."""
+        """Yield the indices in the file of all copies of these rows."""
         codes = np.sort(row_codes(rows[identified(rows, len(self))])) if len(rows) else np.zeros(0)
         for first in range(0, len(self._rows) if len(codes) else 0, ROWS_PER_READ):
             own = row_codes(self._rows[first : first + ROWS_PER_READ])
-            place = np.minimum(np.searchsorted(codes, own), len(codes) - 1)
-            yield first + np.flatnonzero(codes[place] == own)
+            nearest = np.minimum(np.searchsorted(codes, own), len(codes) - 1)
+            yield first + np.flatnonzero(codes[nearest] == own)
 
-    def _at(self, places: np.ndarray) -> np.ndarray:
-        return np.asarray(self._rows[self._places(places)])
+    def _at(self, indices: np.ndarray) -> np.ndarray:
+        return np.asarray(self._rows[self._in_file(indices)])
 
-    def _places(self, places: np.ndarray) -> np.ndarray:
-        """Indices in the file of rows that are not validation rows."""
-        return places + np.searchsorted(self.aside - np.arange(len(self.aside)), places, side="right")
+    def _in_file(self, indices: np.ndarray) -> np.ndarray:
+        """Convert indices among the rows that can be drawn to indices in the file."""
+        return indices + np.searchsorted(self.aside - np.arange(len(self.aside)), indices, side="right")
 
 
 def parquet_file(path: str | os.PathLike) -> Any:
@@ -164,7 +164,7 @@ def parquet_file(path: str | os.PathLike) -> Any:
 
 
 def parquet_blocks(file: Any, columns: Sequence[str]) -> Iterator[np.ndarray]:
-    """Rows in double precision, `ROWS_PER_READ` at a time, in the order of the file."""
+    """Yield rows in double precision, `ROWS_PER_READ` at a time, in the order of the file."""
     import pyarrow as pa
 
     for batch in file.iter_batches(ROWS_PER_READ, columns=list(columns)):
@@ -173,7 +173,7 @@ def parquet_blocks(file: Any, columns: Sequence[str]) -> Iterator[np.ndarray]:
 
 
 def parquet_rows(file: Any, path: str | os.PathLike, columns: Sequence[str]) -> Iterator[np.ndarray]:
-    """Rows in double precision, `ROWS_PER_READ` at a time. Values that are not finite raise an error."""
+    """Yield the rows of `parquet_blocks`, and raise an error if a value is not finite or too large."""
     first = 0
     for rows in parquet_blocks(file, columns):
         fine = np.abs(rows) <= MAX_VALUE  # false for NaN
@@ -232,13 +232,14 @@ def estimate_chunks(
     tolerance: float | None = None,
     max_paths: int = 2**16,
 ) -> Iterator[Estimate]:
-    """Yield the estimates of chunks of points, one after the other, with only a few chunks in memory.
+    """Estimate log p for chunks of points. The estimates are yielded one after the other, and only a few
+    chunks are in memory.
 
     Random numbers depend on the key and the index of a chunk, not on the number of devices.
 
     **Arguments:**
 
-    - `model`: a flow, or the result of `rf.fit_density`; for a conditional density, the last columns of a
+    - `model`: a flow, or the model of a fitted density; for a conditional density, the last columns of each
       chunk are the given ones.
     - `chunks`: a list or an iterator of points `(rows, dimension)`. Chunks of a few thousand rows are
       efficient; chunks of different sizes cause recompilation.
@@ -257,7 +258,7 @@ def estimate_chunks(
         print(estimate.log_prob)
     ```
     """
-    check_instance("model", model, StochasticFlow | TableModel, "a flow, or the result of rf.fit_density")
+    check_instance("model", model, StochasticFlow | TableModel, "a flow, or the model of a fitted density")
     check_instance("chunks", chunks, Iterable, "a list or an iterator of arrays (rows, dimension)")
     check_count("first", first, least=0)
     key = check_key(key)

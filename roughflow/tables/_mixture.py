@@ -1,4 +1,4 @@
-"""Mixtures of Gaussian and categorical distributions, fitted to incomplete rows of tables of mixed types."""
+"""Mixtures for tables with numeric and categorical columns and missing cells."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -20,26 +20,26 @@ from ._numbers import is_frame
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # candidate numbers of components
 MIN_ROWS_PER_COMPONENT = 12
-# Maximum number of EM steps; EM also stops if a step gains fewer nats per row.
+# Maximum number of EM steps, and gain of a step, in nats per row, below which EM stops.
 MAX_STEPS, TOLERANCE = 200, 2e-5
 SEARCH_TOLERANCE = 3e-4  # tolerance while the number of components is chosen
-FEW_PATTERNS = 16  # up to this number of patterns of missing cells, products are computed pattern by pattern
+FEW_PATTERNS = 16  # maximum number of patterns of missing cells for which products are computed by pattern
 PSEUDO_ROWS_PER_COLUMN = 0.5  # weight of the prior on each covariance, in rows per column
 PSEUDO_CATEGORIES = 0.5  # weight of the prior on each category, in rows
-CELL_POINTS = 64  # points of the integral over the rounding intervals of several integer columns
+CELL_POINTS = 64  # number of points for the integral over the rounding intervals of several integer columns
 SMALL = 5000  # number of sets of linked rows below which cross-validation chooses the number of components
 BLOCK = 2048  # number of rows whose matrices are in memory at a time
 
 
 class MixtureComponents(eqx.Module):
-    """p(x, c) = Σₖ wₖ N(x; mₖ, Sₖ) Πⱼ pₖⱼ(cⱼ), for numbers x and categories c.
+    """The mixture p(x, c) = Σₖ wₖ N(x; mₖ, Sₖ) Πⱼ pₖⱼ(cⱼ) of numeric values x and categories c.
 
-    Missing numbers are NaN and missing categories −1: they are integrated out, and the density of the
-    observed cells is a mixture of the same form. An integer stands for a rounding interval of width `widths`
-    around it; `widths` is 0 for continuous columns.
+    Missing numeric values are NaN, and missing categories are −1. They are integrated out, and the density of
+    the observed cells is a mixture of the same form. An integer stands for a rounding interval of width
+    `widths` around it; `widths` is 0 for continuous columns.
 
     **Arguments:** `weights`, `(K,)`; `means`, `(K, p)`; `covariances`, `(K, p, p)`; `tables`, one array
-    `(K, levels)` for each category; `widths`, `(p,)`.
+    `(K, levels)` for each categorical column; `widths`, `(p,)`.
 
     ```python
     import numpy as np
@@ -59,24 +59,24 @@ class MixtureComponents(eqx.Module):
     widths: np.ndarray
 
     def log_components(self, numbers: np.ndarray, codes: np.ndarray) -> np.ndarray:
-        """log wₖ + log p(observed | k) of each row, `(n, K)`; integer columns contribute the probabilities of
-        their rounding intervals."""
+        """log wₖ + log p(observed cells | k) for each row, `(n, K)`; integer columns contribute the
+        probabilities of their rounding intervals."""
         values = np.log(self.weights) + _log_categories(self.tables, codes)
-        patterns, places = _patterns(numbers)
+        patterns, indices = _patterns(numbers)
         if not np.any(self.widths):
             parts = zip(self.means, self.covariances, strict=True)
-            each = [_log_normal(numbers, patterns, places, *part) for part in parts]
+            each = [_log_normal(numbers, patterns, indices, *part) for part in parts]
             return values + np.stack(each, axis=1)
         for u, observed in enumerate(patterns):
-            rows = np.flatnonzero(places == u)
+            rows = np.flatnonzero(indices == u)
             cells = observed & (self.widths > 0)
             for k in range(len(self.weights)):
                 values[rows, k] += self._log_cells(numbers[rows], observed & ~cells, cells, k)
         return values
 
     def _log_cells(self, numbers: np.ndarray, exact: np.ndarray, cells: np.ndarray, k: int) -> np.ndarray:
-        """The log-density of the columns `exact` plus the log-probability of the rounding intervals of the
-        integer columns `cells` given the columns `exact`, in component k."""
+        """In component k, the log-density of the `exact` columns plus the log-probability of the rounding
+        intervals of the integer columns `cells` given the exact ones."""
         mean, covariance = np.broadcast_to(self.means[k], numbers.shape), self.covariances[k]
         value = np.zeros(len(numbers))
         if exact.any():
@@ -95,18 +95,19 @@ class MixtureComponents(eqx.Module):
     def complete(
         self, numbers: np.ndarray, codes: np.ndarray, rng: np.random.Generator, count: int = 1
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Draw the missing cells of each row given the observed ones, for `count` copies of the rows."""
+        """Draw the missing cells of each row given the observed ones, in each of `count` copies of the
+        rows."""
         values = self.log_components(numbers, codes)
         share = np.exp(values - scipy.special.logsumexp(values, axis=1, keepdims=True))
         share, numbers, codes = (np.tile(part, (count, 1)) for part in (share, numbers, codes))
         below = np.cumsum(share, axis=1) < rng.random((len(share), 1))
         chosen = np.minimum(below.sum(axis=1), share.shape[1] - 1)
-        # Within a rounding interval the density is nearly constant.
+        # A uniform draw is accurate enough, because the density is nearly constant in a rounding interval.
         numbers = numbers + self.widths * rng.uniform(-0.5, 0.5, numbers.shape)
-        patterns, places = _patterns(numbers)
+        patterns, indices = _patterns(numbers)
         for k in range(len(self.weights)):
             for u, observed in enumerate(patterns):
-                rows = np.flatnonzero((chosen == k) & (places == u))
+                rows = np.flatnonzero((chosen == k) & (indices == u))
                 if len(rows) and not observed.all():
                     numbers[rows] = _draw(numbers[rows], observed, self.means[k], self.covariances[k], rng)
             rows = np.flatnonzero(chosen == k)
@@ -123,24 +124,24 @@ class MixtureComponents(eqx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Encoded rows: numbers (NaN if missing; uniform noise replaces the digits lost by rounding), codes of
-    categories (−1 if missing), the number of levels of each category, and weights."""
+    """Encoded rows: numeric values (NaN if missing; uniform noise is added to rounded ones), category codes
+    (−1 if missing), the number of levels of each categorical column, and the weights of the rows."""
 
     numbers: np.ndarray
     codes: np.ndarray
     levels: tuple[int, ...]
     weights: np.ndarray
 
-    def at(self, places: np.ndarray) -> "Rows":
-        return Rows(self.numbers[places], self.codes[places], self.levels, self.weights[places])
+    def at(self, indices: np.ndarray) -> "Rows":
+        return Rows(self.numbers[indices], self.codes[indices], self.levels, self.weights[indices])
 
 
 def fit_mixture(
     rows: Rows, widths: np.ndarray, count: int, tolerance: float = TOLERANCE
 ) -> MixtureComponents:
-    """The mixture of `count` components by expectation–maximisation from k-means centres."""
+    """Fit a mixture of `count` components by expectation–maximisation, initialised by k-means."""
     share = _initial_shares(rows, count)
-    patterns, places = _patterns(rows.numbers)
+    patterns, indices = _patterns(rows.numbers)
     filled = np.where(np.isnan(rows.numbers), 0.0, rows.numbers)
     mean, spread = _observed_moments(rows)
     prior = np.diag(spread**2) / count ** (2 / max(1, len(mean)))
@@ -152,12 +153,12 @@ def fit_mixture(
         mass = total.sum(axis=0) + 1e-9
         for k in range(count):
             means[k], covariances[k] = _moments(
-                filled, patterns, places, total[:, k], means[k], covariances[k], prior
+                filled, patterns, indices, total[:, k], means[k], covariances[k], prior
             )
         tables = tuple(_category_table(rows.codes[:, j], total, size) for j, size in enumerate(rows.levels))
         values = np.log(mass / mass.sum()) + _log_categories(tables, rows.codes)
         for k in range(count):
-            values[:, k] += _log_normal(rows.numbers, patterns, places, means[k], covariances[k])
+            values[:, k] += _log_normal(rows.numbers, patterns, indices, means[k], covariances[k])
         each = scipy.special.logsumexp(values, axis=1)
         share = np.exp(values - each[:, None])
         reached = float(np.average(each, weights=rows.weights))
@@ -170,9 +171,11 @@ def fit_mixture(
 def best_count(
     rows: Rows, widths: np.ndarray, scored: tuple[np.ndarray, np.ndarray], links: Links, held_out: Rows | None
 ) -> tuple[int, np.ndarray, np.ndarray]:
-    """The number of components with the highest log-likelihood of unseen rows, the log-densities of these
-    rows, and their log-densities under one component. The unseen rows are `held_out` or, if this is None,
-    those of cross-validation. `scored` contains the rounded numbers and the codes of the rows."""
+    """Choose the number of components with the highest log-likelihood of unseen rows; also return the
+    log-densities of these rows under that mixture and under a single component.
+
+    The unseen rows are `held_out` or, if it is None, the folds of cross-validation. `scored` contains their
+    rounded values and their codes."""
     best, found, worse, single = 0, np.array([-np.inf]), 0, np.array([])
     for count in COUNTS:
         if count > 1 and count * MIN_ROWS_PER_COMPONENT > links.distinct:
@@ -210,8 +213,8 @@ def _observed_moments(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _initial_shares(rows: Rows, count: int) -> np.ndarray:
-    """Initial probabilities of the components for each row, by a few steps of k-means (started by k-means++),
-    with missing cells set to the mean."""
+    """Initial probabilities of the components for each row, from a few steps of k-means (initialised by
+    k-means++), with missing cells replaced by the mean."""
     rng = np.random.default_rng(0)
     mean, spread = _observed_moments(rows)
     unit = np.nan_to_num((rows.numbers - mean) / spread)
@@ -233,7 +236,8 @@ def _initial_shares(rows: Rows, count: int) -> np.ndarray:
 
 
 def _category_table(codes: np.ndarray, total: np.ndarray, size: int) -> np.ndarray:
-    """Probabilities of the levels in each component, shrunk towards the frequencies in the whole table."""
+    """The probabilities of the levels of a column in each component, shrunk towards their frequencies in the
+    whole table."""
     counts = np.stack([total[codes == level].sum(axis=0) for level in range(size)], axis=1)
     overall = (counts.sum(axis=0) + PSEUDO_CATEGORIES) / (counts.sum() + PSEUDO_CATEGORIES * size)
     return (counts + PSEUDO_CATEGORIES * size * overall) / (
@@ -242,7 +246,8 @@ def _category_table(codes: np.ndarray, total: np.ndarray, size: int) -> np.ndarr
 
 
 def _log_categories(tables: Sequence[np.ndarray], codes: np.ndarray) -> np.ndarray:
-    """Σⱼ log pₖⱼ(cⱼ), `(n, K)`, or 0 if there are no categories; −∞ for unknown categories (code −2)."""
+    """Σⱼ log pₖⱼ(cⱼ) over observed categories, `(n, K)`; −∞ if a category is unknown (code −2), and 0 if
+    there are no categorical columns."""
     value = np.zeros((len(codes), 1))
     for table, column in zip(tables, codes.T, strict=True):
         known = np.where((column >= 0)[:, None], np.log(table).T[np.maximum(column, 0)], 0.0)
@@ -251,63 +256,65 @@ def _log_categories(tables: Sequence[np.ndarray], codes: np.ndarray) -> np.ndarr
 
 
 def _patterns(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The different patterns of observed columns, and the index of the pattern of each row."""
-    patterns, places = np.unique(~np.isnan(numbers), axis=0, return_inverse=True)
-    return patterns, places.ravel()
+    """The distinct patterns of observed columns, as masks, and the index of each row's pattern."""
+    patterns, indices = np.unique(~np.isnan(numbers), axis=0, return_inverse=True)
+    return patterns, indices.ravel()
 
 
 def _precisions(patterns: np.ndarray, covariance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Inverse (with zeros for missing columns) and log-determinant of the covariance of the observed
-    columns."""
+    """For each pattern, the inverse (with zeros for missing columns) and the log-determinant of the
+    covariance of the observed columns."""
     both = patterns[:, :, None] & patterns[:, None, :]
     filled = np.where(both, covariance, 0.0) + np.eye(len(covariance)) * ~patterns[:, :, None]
     inverse = np.where(both, np.linalg.inv(filled), 0.0)
     return inverse, np.linalg.slogdet(filled)[1]
 
 
-def _times(matrices: np.ndarray, places: np.ndarray, vectors: np.ndarray) -> np.ndarray:
-    """For each row, the product of the matrix of its pattern and its vector."""
+def _times(matrices: np.ndarray, indices: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+    """For each row, the product of its vector with the matrix of its pattern."""
     if len(matrices) <= FEW_PATTERNS:
         product = np.empty_like(vectors)
         for u, matrix in enumerate(matrices):
-            rows = places == u
+            rows = indices == u
             product[rows] = vectors[rows] @ matrix.T
         return product
     starts = range(0, len(vectors), BLOCK)
-    parts = [np.einsum("nij,nj->ni", matrices[places[i : i + BLOCK]], vectors[i : i + BLOCK]) for i in starts]
+    parts = [
+        np.einsum("nij,nj->ni", matrices[indices[i : i + BLOCK]], vectors[i : i + BLOCK]) for i in starts
+    ]
     return np.concatenate(parts) if parts else vectors
 
 
 def _log_normal(
-    numbers: np.ndarray, patterns: np.ndarray, places: np.ndarray, mean: np.ndarray, covariance: np.ndarray
+    numbers: np.ndarray, patterns: np.ndarray, indices: np.ndarray, mean: np.ndarray, covariance: np.ndarray
 ) -> np.ndarray:
-    """The log-density of the observed numbers of each row under one Gaussian."""
+    """The log-density of the observed numeric values of each row under one Gaussian."""
     precision, log_det = _precisions(patterns, covariance)
-    offset = np.where(patterns[places], np.nan_to_num(numbers) - mean, 0.0)
-    squares = np.sum(offset * _times(precision, places, offset), axis=1)
-    return -0.5 * (squares + log_det[places] + np.log(2 * np.pi) * patterns.sum(axis=1)[places])
+    offset = np.where(patterns[indices], np.nan_to_num(numbers) - mean, 0.0)
+    squares = np.sum(offset * _times(precision, indices, offset), axis=1)
+    return -0.5 * (squares + log_det[indices] + np.log(2 * np.pi) * patterns.sum(axis=1)[indices])
 
 
 def _moments(
     filled: np.ndarray,
     patterns: np.ndarray,
-    places: np.ndarray,
+    indices: np.ndarray,
     weights: np.ndarray,
     mean: np.ndarray,
     covariance: np.ndarray,
     prior: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The M step of one Gaussian: moments of the rows, with missing cells replaced by their conditional
-    means, plus the conditional covariances."""
+    """The M step for one Gaussian: the moments of rows whose missing cells are replaced by their conditional
+    means, plus the conditional covariances and the prior."""
     precision, _ = _precisions(patterns, covariance)
     gain = covariance @ precision  # Σ Σₒₒ⁻¹ for each pattern, where o are the observed columns
-    offset = np.where(patterns[places], filled - mean, 0.0)
-    expected = mean + _times(gain, places, offset)
+    offset = np.where(patterns[indices], filled - mean, 0.0)
+    expected = mean + _times(gain, indices, offset)
     mass = weights.sum() + 1e-9
     centre = weights @ expected / mass
     centred = expected - centre
     rest = covariance - gain @ covariance
-    share = np.bincount(places, weights, minlength=len(patterns))
+    share = np.bincount(indices, weights, minlength=len(patterns))
     scatter = (weights[:, None] * centred).T @ centred + np.einsum("u,uij->ij", share, rest)
     pseudo, small = PSEUDO_ROWS_PER_COLUMN * len(mean), 1e-9 * prior
     new = (scatter + pseudo * prior) / (mass + pseudo) + small
@@ -317,7 +324,8 @@ def _moments(
 def condition(
     mean: np.ndarray, covariance: np.ndarray, numbers: np.ndarray, observed: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Means `(n, p)` and covariance of a Gaussian conditional on the observed columns."""
+    """The means `(n, p)`, one per row, and the covariance of a Gaussian conditional on the observed
+    columns."""
     own = covariance[np.ix_(observed, observed)]
     gain = np.linalg.solve(own, covariance[observed]).T
     shifted = mean + (numbers[:, observed] - mean[:, observed]) @ gain.T
@@ -331,7 +339,7 @@ def _draw(
     covariance: np.ndarray,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """Rows in which missing numbers are drawn from the Gaussian given the observed numbers."""
+    """Replace the missing values of each row by draws from the Gaussian given the observed values."""
     means = np.broadcast_to(mean, numbers.shape)
     if observed.any():
         means, covariance = condition(means, covariance, numbers, observed)
@@ -354,8 +362,8 @@ def _log_boxes(low: np.ndarray, high: np.ndarray, covariance: np.ndarray) -> np.
     for j in range(size):
         shift = z[..., :j] @ root[j, :j]
         a, b = ((edge[:, j, None] - shift) / root[j, j] for edge in (low, high))
-        # Intervals are reflected so that both ends are negative, because then no digits cancel in the
-        # difference.
+        # Intervals on the positive side are reflected, because the difference of two probabilities near one
+        # loses digits.
         flip = a + b > 0
         a, b = np.where(flip, -b, a), np.where(flip, -a, b)
         log_a, log_b = scipy.special.log_ndtr(a), scipy.special.log_ndtr(b)
@@ -371,12 +379,14 @@ def _log_boxes(low: np.ndarray, high: np.ndarray, covariance: np.ndarray) -> np.
 
 
 class MixedDensity(eqx.Module):
-    """A density of tables with numbers, categories and missing cells: a `MixtureComponents` of encoded rows.
+    """A density for tables with numeric and categorical columns and missing cells: a `MixtureComponents` of
+    encoded rows.
 
-    `log_prob` is the log-density of the observed cells of a row in the original units of the columns; cells
-    of category and integer columns contribute probabilities, cells of zero-inflated columns the probability
-    of the point mass or a density. `rf.fit_density` returns this model for such tables. **Arguments:**
-    `encoding`, an `rf.tables.Encoding`; `mixture`, an `rf.tables.MixtureComponents`.
+    `log_prob` is the log-density of the observed cells of a row in the original units of the columns. Cells
+    of categorical and integer columns contribute probabilities; a cell of a zero-inflated column contributes
+    the probability of the point mass or a density. `rf.fit_density` returns this model for such tables.
+
+    **Arguments:** `encoding`, an `rf.tables.Encoding`; `mixture`, an `rf.tables.MixtureComponents`.
 
     ```python
     import jax
@@ -424,8 +434,8 @@ class MixedDensity(eqx.Module):
         given: Any = None,
         violation: Violation = "zero",
     ) -> np.ndarray:
-        """The log-density of the observed cells of each row. For a category that does not occur in the table,
-        it is −∞ or, with `violation="penalty"`, reduced by 10 nats."""
+        """The log-density of the observed cells of each row. It is −∞ if a category does not occur in the
+        training table; with `violation="penalty"`, such a category counts as missing and costs 10 nats."""
         del key
         check_violation(violation)
         _check_no_given(given)
@@ -437,7 +447,7 @@ class MixedDensity(eqx.Module):
         return values + (unknown * UNKNOWN_PENALTY if violation == "penalty" else 0.0)
 
     def encode(self, rows: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers and codes of rows, in the units of the model."""
+        """Encode rows as numeric values, in the units of the model, and codes."""
         return self.encoding.encode(cells_of(rows, self.columns, "rows")[0])
 
     def estimate(
@@ -450,12 +460,12 @@ class MixedDensity(eqx.Module):
         tolerance: float | None = None,
         max_paths: int = 2**16,
     ) -> Estimate:
-        """`log_prob` with errors of zero: the density is in closed form, so the options have no effect."""
+        """`log_prob` with zero errors. The density is in closed form, so the options have no effect."""
         del estimator, tolerance, max_paths
         return Estimate.of(jnp.asarray(self.log_prob(rows, key=key, given=given)), "exact")
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = (), given: Any = None) -> np.ndarray:
-        """Draw complete rows `(*shape, d)`: numbers, or objects if there is text."""
+        """Draw complete rows `(*shape, d)`: an array of floats, or of objects if there is text."""
         _check_no_given(given)
         rows = self.encoding.decode(*self.mixture.sample(int(np.prod(shape)), rng_of(check_key(key), 0)))
         return rows.reshape(*shape, self.num_columns)
@@ -496,13 +506,13 @@ class MixedDensity(eqx.Module):
 
 
 UNKNOWN_PENALTY = -10.0  # nats, for each category that does not occur in the table
-# Search for a quantile: range in standard deviations, and number of halvings.
+# Bisection for quantiles: initial range in standard deviations, and number of steps.
 TAIL_STDS, BISECTIONS = 12.0, 60
 
 
 @dataclasses.dataclass(frozen=True)
 class Conditional:
-    """For each row, the distribution of the other columns given some columns; the result of
+    """For each row, the distribution of the other columns given the columns `given`; the result of
     `fitted.conditional`.
 
     ```python
@@ -529,7 +539,7 @@ class Conditional:
         return self.model.log_prob(rows) - known
 
     def sample(self, count: int, *, key: PRNGKeyArray) -> np.ndarray:
-        """Draw complete rows given their known columns, `(count, n, d)`."""
+        """Draw complete rows with the given columns fixed, `(count, n, d)`."""
         rng = rng_of(check_key(key), 0)
         drawn = self.model.mixture.complete(self.numbers, self.codes, rng, check_count("count", count))
         return self.model.encoding.decode(*drawn).reshape(count, len(self.numbers), -1)
@@ -589,16 +599,16 @@ class Conditional:
     def _parts(
         self, column: str
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[np.ndarray, float] | None]:
-        """Weights, means and standard deviations `(n, K)` of a column given the known columns, in units of
-        its scale; for a zero-inflated column also the probability of the point mass in each component, and
-        its value."""
+        """The weights, means and standard deviations `(n, K)` of the components of a column given the known
+        cells, in units of its scale; for a zero-inflated column also the probability of the point mass in
+        each component, and its value."""
         i, encoding, mixture = self._place(column), self.model.encoding, self.model.mixture
         values = mixture.log_components(self.numbers, self.codes)
         share = np.exp(values - scipy.special.logsumexp(values, axis=1, keepdims=True))
         mean, std = np.empty_like(share), np.empty_like(share)
-        j, (patterns, places) = encoding.numeric.index(i), _patterns(self.numbers)
+        j, (patterns, indices) = encoding.numeric.index(i), _patterns(self.numbers)
         for u, observed in enumerate(patterns):
-            rows = np.flatnonzero(places == u)
+            rows = np.flatnonzero(indices == u)
             for k in range(share.shape[1]):
                 centre = np.broadcast_to(mixture.means[k], self.numbers[rows].shape)
                 covariance = mixture.covariances[k]
@@ -637,7 +647,7 @@ def fit_mixed(
     validation: Any,
     key: PRNGKeyArray,
 ) -> MixedFit:
-    """Fit a mixture to a table of numbers and categories with missing cells.
+    """Fit a mixture to a table with numeric and categorical columns and missing cells.
 
     The number of components is chosen by cross-validation or, for 5,000 rows and more, on validation rows;
     the mixture is then fitted to all rows."""

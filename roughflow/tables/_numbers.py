@@ -1,4 +1,4 @@
-"""Convert arrays, nested lists and DataFrames to numbers with column names."""
+"""Convert arrays, nested lists and DataFrames to numeric arrays with column names."""
 
 import numbers
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ import numpy as np
 from .._checks import is_traced
 from ..faq import see
 
-# Maximum value and minimum spread of a column that single precision supports.
+# Maximum absolute value and minimum spread of a column that single precision supports.
 MAX_VALUE, MIN_SPREAD = 1e30, 1e-30
 
 
 def is_frame(data: Any) -> bool:
-    """Whether columns have names, as in a DataFrame."""
+    """Whether the data have named columns, as a DataFrame does."""
     return hasattr(data, "columns") and hasattr(data, "__getitem__")
 
 
@@ -69,7 +69,7 @@ def _all_names(data: Any, given: Any, columns: tuple[str, ...]) -> tuple[str, ..
 
 
 def _names_in(argument: str, value: Any) -> tuple[str, ...]:
-    """The names of columns, if the value is a list of names."""
+    """The column names in a value: () unless it is a name or a list of names."""
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value):
@@ -107,8 +107,8 @@ def take(argument: str, frame: Any, names: Sequence[str]) -> Any:
 def joined(
     name: str, data: Any, given: Any | None, names: Sequence[str] = (), num_given: int = 0
 ) -> tuple[np.ndarray, int]:
-    """The rows with the given columns last, and their number. Columns of a DataFrame are selected by `names`,
-    of which the last `num_given` are given."""
+    """The rows with the given columns last, and the number of given columns. Columns of a DataFrame are
+    selected by `names`, of which the last `num_given` are given."""
     own = names[: len(names) - num_given]
     if num_given and given is None and is_frame(data):
         given = take(name, data, names[len(own) :])
@@ -126,8 +126,8 @@ def joined(
 
 
 def real_numbers(argument: str, value: Any) -> Any:
-    """An array of real numbers; JAX arrays are returned unchanged. Strings and complex numbers are
-    rejected."""
+    """Convert a value to an array of real numbers; JAX arrays are returned unchanged. Strings and complex
+    numbers are rejected."""
     array = value if is_traced(value) or isinstance(value, jax.Array) else np.asarray(value)
     if array.dtype.kind == "c":
         message = f"{argument} is complex: use real and imaginary parts as separate columns"
@@ -175,8 +175,7 @@ def _numbers(name: str, data: Any, names: Sequence[str]) -> np.ndarray:
 
 
 def _column(name: str, label: str, values: np.ndarray) -> np.ndarray:
-    """One column of a table as numbers. Strings are rejected even if they look like numbers; dates are
-    rejected too."""
+    """Convert a column to floats. Dates are rejected, and so are strings, even if they look like numbers."""
     odd = next((value for value in values if not _is_number(value)), None)
     if odd is not None:
         message = f"column {label} of {name} holds {str(odd)!r}, not numbers"
@@ -185,7 +184,7 @@ def _column(name: str, label: str, values: np.ndarray) -> np.ndarray:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a cell is a real number; None is accepted as a missing number, like NaN."""
+    """Whether a cell is a real number. None is accepted as a missing value, like NaN."""
     if isinstance(value, complex):
         return False
     return value is None or isinstance(value, numbers.Number | Decimal | np.bool_)

@@ -1,4 +1,4 @@
-"""Regression: the distribution of one column given others, by an ensemble of conditional flows."""
+"""Regression: the distribution of one column given others, estimated by an ensemble of conditional flows."""
 
 import functools
 from collections.abc import Sequence
@@ -23,27 +23,28 @@ from ._numbers import joined, real_numbers
 from ._stages import FlowOptions, Sizes
 from ._standardised import Standardised
 
-LARGE_TABLE = 5000  # number of rows from which one member is enough
+LARGE_TABLE = 5000  # minimum number of rows for which one member is enough
 MEMBERS = 4  # members of the ensemble for smaller tables
 WIDTH, BATCH_ROWS = 64, 128  # width of the network, and rows per step
 MIN_STEPS, MAX_STEPS = 4000, 10_000
-VALIDATION_PARTS = 10  # number of disjoint sets of rows, of which each member uses one for validation
+VALIDATION_PARTS = 10  # number of parts into which rows are split; each member validates on a different one
 PRIOR_ROWS = 10.0  # weight of the prior (a base of variance one), in rows
 MIN_VARIANCE = 0.1  # minimum variance of the base
-# Larger distances between two medians count as this, in units of the base, so that few rows do not decide.
+# Distances between two medians are capped at this value, in units of the base, so that a few rows do not
+# dominate.
 MAX_APART = 4.0
 BASE_POINTS = np.linspace(-5.0, 5.0, 51)  # points at which the maps are tabulated
-MIN_LEVEL = 1e-5  # smallest level of a quantile
-MIN_NOISE = 0.002  # noise added to y if it has none, in standard deviations of y
+MIN_LEVEL = 1e-5  # lowest quantile level
+MIN_NOISE = 0.002  # noise added to y if it is a linear function of x, in standard deviations of y
 
 
 class Regression(eqx.Module):
-    """p(y | x) of one column y: the average of conditional densities, from `rf.tables.fit_regression`.
+    """The density p(y | x) of one column y, an average of conditional flows, from `rf.tables.fit_regression`.
 
     Each member is a flow without noise, so y is an increasing function T(z; x) of z ~ N(0, s²). Its
     distribution function Φ(T⁻¹(y; x)/s) and its quantiles T(s Φ⁻¹(α); x) need no samples. s² is the mean of
-    z² over the validation rows of all members, minus the variance between the members'
-    predictions, which averaging adds. If the flows are overconfident on unseen rows, s > 1.
+    z² over the validation rows of all members, minus the variance between the members' predictions, because
+    averaging adds the latter. If the flows are overconfident on unseen rows, s > 1.
 
     **Arguments:** `members`, conditional densities `rf.tables.Standardised`; `scale`, s.
 
@@ -98,7 +99,7 @@ class Prediction:
     def _mapped(self, member: Standardised, points: np.ndarray) -> np.ndarray:
         z = self.regression.scale * np.broadcast_to(points[:, None, None], (len(points), len(self.given), 1))
         rows = member.push_forward(z, given=self.given, key=jax.random.key(0))[..., 0]
-        # Sorted, because solver errors must not reverse the order.
+        # The running maximum keeps the map monotone in spite of solver errors.
         return np.maximum.accumulate(np.asarray(rows, float), axis=0)
 
     @functools.cached_property
@@ -113,7 +114,8 @@ class Prediction:
         return np.sqrt(np.mean(_moment(centred**2), axis=0))
 
     def quantile(self, levels: ArrayLike) -> np.ndarray:
-        """Quantiles of y given x, `(levels, n)`, or `(n,)` for one level between 1e-5 and 1 − 1e-5."""
+        """Quantiles of y given x at levels between 1e-5 and 1 − 1e-5: `(levels, n)`, or `(n,)` for a single
+        level."""
         wanted = np.asarray(levels, float)
         if wanted.ndim > 1 or not np.all((wanted >= MIN_LEVEL) & (wanted <= 1 - MIN_LEVEL)):
             raise ValueError(f"levels must lie between {MIN_LEVEL:g} and {1 - MIN_LEVEL:g}, got {levels!r}")
@@ -135,12 +137,12 @@ class Prediction:
         return scipy.special.logsumexp(parts, axis=0) - np.log(len(parts))
 
     def cdf(self, y: ArrayLike) -> np.ndarray:
-        """P(Y ≤ y | x) for one value y per row, `(n,)`; uniform on [0, 1] for rows of the modelled
+        """P(Y ≤ y | x) for one value y per row, `(n,)`; uniform on [0, 1] if rows follow the modelled
         distribution."""
         return np.mean([scipy.special.ndtr(u) for u, _ in self._inverses(y)], axis=0)
 
     def sample(self, count: int, *, key: PRNGKeyArray) -> np.ndarray:
-        """Draw y given each row, `(count, n)`."""
+        """Draw `count` values of y given each row, `(count, n)`."""
         rng = rng_of(check_key(key), 0)
         shape = (check_count("count", count), len(self.given))
         z = self.regression.scale * rng.normal(size=(*shape, 1))
@@ -172,11 +174,11 @@ def _moment(values: np.ndarray) -> np.ndarray:
 
 
 def _quantiles(maps: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    """Quantiles at one x of the average of the distributions of the members of an ensemble, from their maps
-    `(members, points)`."""
+    """Quantiles, at one x, of the average of the members' distributions, from their maps `(members,
+    points)`."""
     y = np.sort(maps, axis=None)
-    levels_there = np.mean([scipy.special.ndtr(np.interp(y, own, BASE_POINTS)) for own in maps], axis=0)
-    return np.interp(levels, levels_there, y)
+    cdf = np.mean([scipy.special.ndtr(np.interp(y, own, BASE_POINTS)) for own in maps], axis=0)
+    return np.interp(levels, cdf, y)
 
 
 def fit_regression(
@@ -200,7 +202,7 @@ def fit_regression(
     **Arguments:**
 
     - `y`: one value for each row; `given`: the rows x, an array or a DataFrame of numbers.
-    - `members`: size of the ensemble; by default 4, or 1 for 5,000 rows and more.
+    - `members`: size of the ensemble; by default 4, or 1 for 5,000 or more rows.
     - `family`, `steps`, `progress`, `flow`, `training`: as in `rf.fit_density`, but the default is a network
       of width 64, batches of 128 rows, 4,000 to 10,000 steps and no likelihood stage.
 
@@ -249,7 +251,8 @@ def fit_regression(
 def _flow_settings(
     flow: FlowOptions, training: TrainingOptions, rows: int, steps: int | None
 ) -> dict[str, Any]:
-    """Default options: a smaller network and smaller batches than for a density of many columns."""
+    """Options with the defaults for regression: a smaller network and smaller batches than for a density of
+    many columns."""
     likelihood_steps = 0 if flow.likelihood_steps is None else flow.likelihood_steps
     return {
         "flow": replace(flow, width=flow.width or WIDTH, likelihood_steps=likelihood_steps),
@@ -265,15 +268,16 @@ def _with_spread(rows: np.ndarray) -> np.ndarray:
         raise ValueError(f"y is {y[0]:g} in all rows: there is nothing to predict{see('no-density')}")
     if Relations.of(rows, 1) is None:
         return y
-    warn(f"y is a linear function of the given columns: noise of {MIN_NOISE:.1%} of its spread is added")
+    message = f"noise of {MIN_NOISE:.1%} of its standard deviation is added"
+    warn(f"y is a linear function of the given columns: {message}")
     return y + MIN_NOISE * y.std() * np.random.default_rng(0).normal(size=len(y))
 
 
 def _ensemble(fits: Sequence[FittedDensity]) -> Regression:
-    """The members, with the scale of their base computed from their validation rows.
+    """Combine the members, and compute the scale of their base from their validation rows.
 
-    If z has variance v on these rows and members differ by d, the average of m members has an error of
-    variance v − (m − 1)/m d²/2, of which (m − 1)/m d²/2 is the spread of the members themselves."""
+    If z has variance v on these rows and two members differ by d, the average of m members has an error of
+    variance v − (m − 1)/m d²/2, of which (m − 1)/m d²/2 is already in the spread of the members."""
     size = len(fits)
     z = np.concatenate([_inverse(fitted)[0] for fitted in fits])
     apart = np.concatenate([_apart(fits, i) for i in range(size)])
@@ -299,7 +303,7 @@ def _inverse(fitted: FittedDensity) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _apart(fits: Sequence[FittedDensity], i: int) -> np.ndarray:
-    """The mean square of z at the medians of the other members, on the validation rows of member i."""
+    """For each validation row of member i, the mean square of its z at the medians of the other members."""
     _, given = _validation(fits[i])
     squares = [np.zeros(len(given))]
     for other in (*fits[:i], *fits[i + 1 :]):
@@ -310,7 +314,7 @@ def _apart(fits: Sequence[FittedDensity], i: int) -> np.ndarray:
 
 
 def _is_better(fits: Sequence[FittedDensity]) -> bool:
-    """Whether the members are better than the Gaussian on their validation rows."""
+    """Whether the members predict their validation rows better than the Gaussian."""
     parts = [_inverse(fitted) for fitted in fits]
     scale = np.sqrt(_variance(np.concatenate([z for z, _ in parts]) ** 2))
     gains = []

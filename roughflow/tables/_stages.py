@@ -1,4 +1,4 @@
-"""The two training stages of `fit_density`, regression and likelihood, and defaults by size of table."""
+"""The two training stages of `fit_density`, regression and likelihood, and defaults by table size."""
 
 import dataclasses
 import math
@@ -31,10 +31,10 @@ from ..train import (
 from ._large_tables import ParquetTable
 from ._standardised import Standardised
 
-MIN_ROWS_FOR_WAVES = 2000  # minimum number of rows for high-frequency features, used in two dimensions only
+MIN_ROWS_FOR_WAVES = 2000  # minimum number of rows for high-frequency features, for at most two columns
 MIN_ROWS_FOR_LIKELIHOOD = 2000  # minimum number of rows for the likelihood stage
 MIN_ROWS_FOR_WIDE = 20_000  # minimum number of rows for the wider network
-MIN_CELLS_FOR_WIDEST = 1_000_000  # minimum of rows times columns for the widest network
+MIN_CELLS_FOR_WIDEST = 1_000_000  # minimum number of cells (rows times columns) for the widest network
 SPARSE_ROWS_PER_COLUMN = 30  # with fewer rows per column, a network overfits without regularisation
 SMALL_TABLE = 500  # number of sets of linked rows below which densities are compared by cross-validation
 TINY_TABLE, TINY_PER_COLUMN = 64, 10  # minimum number of rows, and of rows per column, for a flow
@@ -44,12 +44,12 @@ TINY_TABLE, TINY_PER_COLUMN = 64, 10  # minimum number of rows, and of rows per 
 class FlowOptions:
     """Options of the flow that `rf.fit_density` trains. None stands for a default that depends on the table.
 
-    - `width`, `depth`: width and depth of the network. The default is 128 and 3; for at least 20,000 rows,
-      256 and 3; for at least a million cells, 512 and 4, or on a GPU 1,024 and 4, with batches of 2,048 rows
-      and 12,000 steps.
+    - `width`, `depth`: width and depth of the network. The default is 128 and 3. For at least 20,000 rows and
+      three columns, it is 256 and 3; if there are also at least a million cells, 512 and 4, or on a GPU 1,024
+      and 4, with batches of 2,048 rows and 12,000 steps.
     - `marginals`: whether to map each column to a nearly normal one first (`rf.tables.Marginals`), with a
       number of knots chosen by cross-validation. The flow then need not learn heavy tails, edges and spikes.
-      By default columns are mapped if maps gain 0.5 nats per column, or 0.05 with fewer than 30 rows per
+      By default, columns are mapped if that gains 0.5 nats per column, or 0.05 with fewer than 30 rows per
       column. The option also applies to small tables for which no flow is trained.
     - `smoothing`: standard deviation of noise that is added to the rows in each training step, to prevent
       overfitting, in units of the standardised data. Default: 0.3 with fewer than 30 rows per column,
@@ -98,8 +98,8 @@ class FlowOptions:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size of a table: the number of distinct `rows`, of `sets` of rows that stay together, and of
-    modelled and given `columns`; and whether the flow is trained on an accelerator."""
+    """The size of a table: the numbers of distinct rows, of modelled and given columns, and of sets of linked
+    rows; and whether the flow is trained on an accelerator."""
 
     rows: int
     columns: int
@@ -170,8 +170,8 @@ class Sizes:
     def steps(self) -> int:
         if self.largest:
             return 12_000
-        most = 20_000 if self.rows >= MIN_ROWS_FOR_LIKELIHOOD else 4000
-        return min(most, max(2000, 4 * self.rows))
+        max_steps = 20_000 if self.rows >= MIN_ROWS_FOR_LIKELIHOOD else 4000
+        return min(max_steps, max(2000, 4 * self.rows))
 
     @property
     def batch_size(self) -> int:
@@ -225,8 +225,8 @@ def smoothed(rows: Array, width: float, outliers: float, num_given: int) -> Arra
 
 @dataclass(frozen=True, eq=False)
 class UnitBatches:
-    """Rows of a table for training: standardised by a `model`, with the noise of `Smoothed`, and `rounding`
-    noise in the original units of the columns."""
+    """Batches of a table on disk for training. Uniform noise as wide as `rounding` is added to rounded
+    columns; a `model` standardises the rows; then noise is added as in `Smoothed`."""
 
     table: ParquetTable
     model: Standardised
@@ -247,14 +247,14 @@ class UnitBatches:
 
 
 MAX_EXACT_COLUMNS = 8  # with more columns, the likelihood stage uses Hutchinson's divergence estimator
-REGRESSION_ROWS = 4096  # number of validation rows of the regression stage, with repetition
+REGRESSION_ROWS = 4096  # validation rows of the regression stage are repeated up to about this number
 # Maximum number of validation rows of the likelihood stage, each of which needs a solve.
 LIKELIHOOD_ROWS = 1000
-LIKELIHOOD_TIME = 0.25  # fraction of a budget in seconds for the likelihood stage
+LIKELIHOOD_TIME = 0.25  # fraction of the time budget for the likelihood stage
 TIMED_STEPS = 40  # number of steps that are timed to convert seconds to steps
-BATCH_ROWS = 512  # number of rows per step of the regression, if there are as many
-LEARNING_RATE, PATIENCE = 2e-3, 5  # of the regression stage
-LIKELIHOOD_BATCH = 256  # rows
+BATCH_ROWS = 512  # number of rows per step of the regression, or fewer for smaller tables
+LEARNING_RATE, PATIENCE = 2e-3, 5  # learning rate of the regression, and patience of both stages
+LIKELIHOOD_BATCH = 256  # number of rows per step of the likelihood stage
 LIKELIHOOD_RATE = 0.25  # learning rate, relative to that of the regression
 AVERAGE = {"regression": 0.999, "likelihood": 0.98}  # decay of the average of the parameters, per step
 NUM_VALIDATIONS = {"regression": 20, "likelihood": 10}
@@ -264,7 +264,7 @@ MIN_STEPS_BETWEEN_VALIDATIONS = {"regression": 25, "likelihood": 1}
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """Trains by regression, then by likelihood, on the same rows."""
+    """Trains a flow by regression, then by likelihood, on the same rows."""
 
     train: Any  # an array, `Smoothed` rows or `UnitBatches`
     held_out: Any
@@ -282,7 +282,7 @@ class Stages:
         key: PRNGKeyArray,
         key_likelihood: PRNGKeyArray,
     ) -> Fitted:
-        """The result of the last stage, and the history of each stage."""
+        """Train in both stages; return the result of the last one, with the histories of both."""
         settings = (flow, num_given, key)
         file = None if self.run.checkpoint is None else Path(self.run.checkpoint)
         share = LIKELIHOOD_TIME if likelihood_steps else 0.0
@@ -324,8 +324,8 @@ class Stages:
     def regression(
         self, flow: StochasticFlow, num_given: int, key: PRNGKeyArray, file: Path | None, steps: int
     ) -> Fitted:
-        # A step uses each row at only one time and with only one base point, so a small table needs many
-        # steps.
+        # The loss uses each row at only one time and with only one base point, so validation rows are
+        # repeated if there are few.
         often = max(1, REGRESSION_ROWS // max(1, len(self.held_out)))
         return fit(
             flow,
@@ -351,7 +351,7 @@ class Stages:
         )
 
     def _options(self, name: str, steps: int, held_out: np.ndarray, file: Path | None) -> dict[str, Any]:
-        """The arguments of `rf.fit` for the stage of this name."""
+        """The arguments of `rf.fit` for the stage with this name."""
         every = max(MIN_STEPS_BETWEEN_VALIDATIONS[name], -(-steps // NUM_VALIDATIONS[name]))
         defaults = {"learning_rate": LEARNING_RATE, "patience": PATIENCE}
         training = self.training.with_defaults(defaults | {"average": AVERAGE[name], "validate_every": every})

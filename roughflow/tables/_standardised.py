@@ -36,7 +36,7 @@ from ._numbers import is_frame, real_numbers, take
 class Standardised(eqx.Module):
     """A flow for standardised data y, with x = m + L y and log p(x) = log p_y(L⁻¹(x − m)) − log |det L|.
 
-    `marginals` is a monotone map g of each column: then g(x) = m + L y, and Σ log g′(x) is added to log p(x).
+    With `marginals`, a monotone map g of each column, g(x) = m + L y, and Σ log g′(x) is added to log p(x).
 
     With `num_given=k` the density is conditional on the last k coordinates. The flow does not change the base
     distribution N(0, I) of these, so p(y | given) is the joint density divided by theirs.
@@ -221,8 +221,8 @@ class Standardised(eqx.Module):
         return self.checked(x, given, self.columns, self.num_columns)
 
     def checked(self, x: Any, given: Any, columns: tuple[str, ...], total: int) -> Array | np.ndarray:
-        """Rows of `total` columns with the given columns last; columns of a DataFrame are selected by
-        name."""
+        """Checked rows of `total` columns, with the given columns last; columns of a DataFrame are selected
+        by name."""
         own = total - self.num_given
         if self.num_given and given is None and columns and is_frame(x):
             given = take("x", x, columns[own:])
@@ -232,7 +232,7 @@ class Standardised(eqx.Module):
         return self._with(x, given)
 
     def given_rows(self, given: Any) -> Array | np.ndarray:
-        """The given columns, checked."""
+        """The given columns as an array, after checks."""
         value = _numbers("given", given, self.columns[self.flow.dimension - self.num_given :])
         check_vector("given", value, self.num_given)
         check_finite("given", value)
@@ -261,7 +261,7 @@ def _numbers(name: str, value: Any, columns: tuple[str, ...]) -> Array | np.ndar
 
 
 def standardisation(data: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The mean of the rows and the lower triangular L with LLᵀ their covariance.
+    """The mean of the rows, and the lower triangular matrix L for which LLᵀ is their covariance.
 
     ```python
     import jax
@@ -286,7 +286,7 @@ def standardisation(data: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class FittedScore(eqx.Module):
-    """∇log p of the data under a model, slightly smoothed, in the units of the data."""
+    """The score ∇log p of a model, slightly smoothed, in the units of the data."""
 
     transport: NormalTransport
     loc: Array
@@ -295,7 +295,7 @@ class FittedScore(eqx.Module):
     marginals: Marginals | None = None
 
     def __call__(self, x: Array) -> Array:
-        """With maps g of the columns and u = g(x): ∇ₓ log p(x) = g′(x) ∇ᵤ log p(u) + ∇ₓ log g′(x)."""
+        """The score at x. With maps u = g(x), ∇ₓ log p(x) = g′(x) ∇ᵤ log p(u) + ∇ₓ log g′(x)."""
         maps = self.marginals
         if maps is None:
             return self._score(x)
@@ -324,7 +324,7 @@ def stationary_sde(
 
     **Arguments:**
 
-    - `model`: the result of `rf.fit_density` with `likelihood_steps=0`, or of `rf.fit` with
+    - `model`: the model fitted by `rf.fit_density` with `likelihood_steps=0`, or by `rf.fit` with
       `rf.Interpolant()` from an `rf.Normal` base. Likelihood steps make the velocity and its score slightly
       inconsistent.
     - `diffusion`: σ, `(t, x) -> (d, m)`, as for `rf.ItoSDE`, in the units of the data.
@@ -344,7 +344,7 @@ def stationary_sde(
     path = rf.simulate(sde, data[0], key=jax.random.key(2), t1=5.0, steps=100, trajectory=True)
     ```
     """
-    wanted = "a flow, or the result of rf.fit_density"
+    wanted = "a flow, or the model of a fitted density"
     check_instance("model", model, Standardised | StochasticFlow, wanted)
     check_number("time", time, above=0, below=1)
     flow = model.flow if isinstance(model, Standardised) else model

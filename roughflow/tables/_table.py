@@ -17,7 +17,7 @@ from ._closed_form import Gaussian, Marginals
 from ._columns import Relations, check_some_free, coarse_step
 from ._numbers import joined
 
-SPIKE_SHARE = 0.05  # values shared by at least this fraction of the rows are reported
+SPIKE_SHARE = 0.05  # values shared by more than this fraction of the rows are reported
 FAR_TAIL = 100.0  # distance from the median, in interquartile ranges, beyond which a column is reported
 MAX_COLUMNS_PER_ROW = 10  # tables with more columns per row are rejected
 Bound = tuple[float | None, float | None]
@@ -27,7 +27,7 @@ Rounding = Mapping[Any, float] | Literal["auto"]
 @dataclass(frozen=True)
 class Table:
     """Training rows, with the `num_given` given columns last, and validation rows; `links` and
-    `held_out_labels` mark rows that belong together. Columns that `relations` removes are left out, but
+    `held_out_labels` mark rows that belong together. Columns that `relations` removes are excluded, but
     `all_names` includes their names."""
 
     train: np.ndarray
@@ -53,8 +53,8 @@ class Table:
         rows, num_given = joined("data", data, given, names)
         own = rows.shape[1] - num_given
         if own > MAX_COLUMNS_PER_ROW * len(rows):
-            most = MAX_COLUMNS_PER_ROW * len(rows)
-            message = f"data has {len(rows):,} rows for {own:,} columns: choose at most {most:,} of them"
+            limit = MAX_COLUMNS_PER_ROW * len(rows)
+            message = f"data has {len(rows):,} rows for {own:,} columns: choose at most {limit:,} columns"
             raise ValueError(f"{message}, or take principal components{see('no-density')}")
         _check_enough(len(rows), len(rows), "data")
         lower, upper = np.full(own, -np.inf), np.full(own, np.inf)
@@ -142,8 +142,8 @@ class Table:
         return rows + self.rounding * rng.uniform(-0.5, 0.5, rows.shape)
 
     def units(self, marginals: Marginals | None) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and lower triangular matrix that standardise the rows. Given columns are standardised
-        separately, so that their units do not mix with those of other columns."""
+        """The mean and the lower triangular matrix that standardise the rows. Given columns are standardised
+        one by one, so that their units do not mix with those of other columns."""
         target, given = np.split(self.train, [self.dimension], axis=1)
         target = target if marginals is None else marginals.forward(target)[0]
         gaussian = Gaussian.of(target)
@@ -182,11 +182,12 @@ def _rounding(rows: np.ndarray, own: int, names: Sequence[str], rounding: Roundi
 
 
 def _column(name: str | int, names: Sequence[str], own: int) -> int:
-    """The index of a column, by name or number."""
-    place = _place(name, names)
-    if not isinstance(place, int) or not 0 <= place < own:
-        raise ValueError(f"there is no column {name!r} to model; the columns are {', '.join(names) or own}")
-    return place
+    """The index of a modelled column, from its name or index."""
+    index = _place(name, names)
+    if not isinstance(index, int) or not 0 <= index < own:
+        columns = ", ".join(names) or f"0 to {own - 1}"
+        raise ValueError(f"there is no column {name!r} to model; the columns are {columns}")
+    return index
 
 
 def _place(name: str | int, names: Sequence[str]) -> str | int:
@@ -201,10 +202,10 @@ def _warn(
     bounded: set[int],
     auto: bool,
 ) -> None:
-    """Warn of rounded columns (unless `auto` adds noise to them), spikes, heavy tails and joined tables, with
-    one line for each."""
+    """Warn about joined tables, rounded columns (unless `auto` adds noise to them), spikes and heavy tails,
+    with one line for each."""
     label = lambda i: str(labels[i])
-    shown = lambda places: ("column " if len(places) == 1 else "columns ") + ", ".join(map(label, places))
+    shown = lambda some: ("column " if len(some) == 1 else "columns ") + ", ".join(map(label, some))
     if links.joined:
         message = (
             f"{shown(links.joined)} repeat together, as after a join: rows that share them are validated "
@@ -239,7 +240,7 @@ def _warn(
 
 
 def _spike(column: np.ndarray) -> str:
-    """A description of values that many rows have; "" if there are none."""
+    """A description of values that many rows share; "" if there are none."""
     values, counts = np.unique(column, return_counts=True)
     if len(values) == 1:
         return ""  # rejected elsewhere

@@ -1,4 +1,4 @@
-"""The progress of a fit: its history, its progress bar, and checkpoints, which resume an interrupted run.
+"""The progress of a fit: its history, a progress bar, and checkpoints to resume an interrupted run.
 
 A checkpoint contains the state of a run and a fingerprint of everything that the run depends on.
 """
@@ -32,11 +32,11 @@ from ..files import read_archive, write_archive
 
 @dataclass(frozen=True)
 class History:
-    """Metrics of a fit as arrays.
+    """The metrics of a fit, as arrays.
 
-    - `step`, `loss`: one number per step; NaN for skipped steps.
-    - `metrics`: other metrics of the objective by name (`effective_paths`, …), one number per step.
-    - `validation_step`, `validation_loss`: one number per validation check.
+    - `step`, `loss`: one value per step; the loss of a skipped step is NaN.
+    - `metrics`: other metrics of the objective by name (`effective_paths`, …), one value per step.
+    - `validation_step`, `validation_loss`: one value per validation check.
     - `ended`: the reason for stopping before the last step, or None.
     """
 
@@ -81,16 +81,16 @@ class History:
         parts = [count(self.loss.size, "step")]
         if self.loss.size:
             parts.append(f"loss {self.recent():.4f}")
-        looks = self.validation_loss
+        losses = self.validation_loss
         if self.best_step is not None:
-            best = f"best {np.nanmin(looks):.4f} at step {self.best_step:,}"
-            parts.append(f"validation {looks[-1]:.4f}, {best}")
+            best = f"best {np.nanmin(losses):.4f} at step {self.best_step:,}"
+            parts.append(f"validation {losses[-1]:.4f}, {best}")
         if self.skipped:
             parts.append(f"{self.skipped:,} skipped")
         return ", ".join(parts) + (f"; ended {self.ended}" if self.ended else "")
 
     def recent(self, name: str | None = None, count: int = 100) -> float:
-        """The mean of the most recent values of a metric."""
+        """The mean of the most recent values of the loss or of another metric."""
         last = (self.loss if name is None else self.metrics[name])[-count:]
         last = last[np.isfinite(last)]
         return float(last.mean()) if last.size else float("nan")
@@ -161,24 +161,25 @@ class _Lines:
         print(self.name + text, file=sys.stderr, flush=True)
 
 
-# Functions of these libraries are compared by name and arguments, not by source.
+# Functions from these libraries are compared by name and arguments, not by source.
 LIBRARIES = frozenset(
     {"builtins", "diffrax", "equinox", "jax", "jaxlib", "lineax", "math", "numpy", "optax", "optimistix"}
     | {"roughflow", "scipy"}
 )
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType)
-# Types of the global variables of a function that are compared. Objects of other types may change during a
-# run.
+# Global variables of a function are compared if they have one of these types. Objects of other types may
+# change during a run.
 COMPARED_TYPES = (int, float, complex, str, tuple, list, dict, types.FunctionType, functools.partial)
 COMPARED_TYPES += (eqx.Module, jax.Array, np.ndarray, np.generic)
-MAX_SHOWN_NUMBERS = 8  # longer lists of numbers are shown and compared as a digest
+MAX_SHOWN_NUMBERS = 8  # longer lists of plain values are shown and compared as a digest
 
 
 def fingerprint(value: Any, place: str) -> dict[str, str]:
-    """The parts of a value by path: numbers as text, arrays and source code as digests.
+    """A text for each part of a value, by path: numbers are written out, and arrays and source code are
+    digests.
 
-    All fields of a module are compared, including static fields. For a function these are its source, its
-    defaults, and the numbers and functions among its closure and globals. Bytecode depends on the Python
+    The parts of a module are all its fields, including static ones. Those of a function are its source, its
+    defaults, and the numbers and functions in its closure and globals. Bytecode depends on the Python
     version, so it is used only for functions without a source file.
     """
     return dict(_parts(value, place, {}))
@@ -227,7 +228,7 @@ def _opened(value: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(value, Mapping):
         return kind, {str(name): value[name] for name in sorted(value, key=str)}
     if isinstance(value, set | frozenset):
-        # Sets are sorted, because their order differs between processes.
+        # The elements are sorted, because the order of a set differs between processes.
         return f"{kind} {_digest(*sorted(repr(fingerprint(part, '')).encode() for part in value))}", {}
     wrapped = getattr(value, "__wrapped__", None)
     if callable(wrapped):  # for example a jitted function
@@ -239,7 +240,7 @@ def _opened(value: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _function(function: types.FunctionType) -> dict[str, Any]:
-    """Everything that a function depends on."""
+    """The parts that a function depends on, by name."""
     code = function.__code__
     parts = {name: part for name, part in zip(code.co_freevars, _cells(function), strict=True)}
     parts |= {"its defaults": (function.__defaults__, function.__kwdefaults__)}
@@ -303,7 +304,7 @@ def _digest(*parts: bytes) -> str:
 
 
 def difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """The first part that has changed, in words."""
+    """A description of the first part that has changed; None if all parts are equal."""
     for place in [*now, *(place for place in before if place not in now)]:
         one, two = before.get(place), now.get(place)
         if _without_module(one) != _without_module(two):
@@ -312,15 +313,15 @@ def difference(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
 
 
 def _as_in_version_4(parts: Mapping[str, str]) -> dict[str, str]:
-    """The parts as checkpoints of version 4 store them: without code, which version 4 compares in another
-    form, and with the old names of fields."""
+    """The parts in the form of version 4: with the old names of fields, and without code, which version 4
+    stored in another form."""
     kept = {place: text for place, text in parts.items() if not re.search(r"\.its (code|source)\b", place)}
     before = lambda place: place.replace(".solver", ".method").replace(".num_given", ".context")
     return {before(place): re.sub(r"^part \d+ again$", "again", text) for place, text in kept.items()}
 
 
 def _without_removed(parts: Mapping[str, str]) -> dict[str, str]:
-    """The parts without fields of objectives that version 0.2 removed, if they had their defaults."""
+    """The parts without the fields of objectives that version 0.2 removed, if these had their defaults."""
     removed = {("objective.stationary", "0.0"), ("objective.coupling", "None")}
     return {place: text for place, text in parts.items() if (place, text) not in removed}
 
@@ -364,7 +365,7 @@ class Progress:
         )
 
     def validated(self, loss: float, parameters: Any) -> "Progress":
-        """The state after a validation check of these parameters, which are kept if they are the best so
+        """The state after a validation check with this loss. The parameters are kept if they are the best so
         far."""
         lowest = np.min(_ranked(self.history.validation_loss), initial=np.inf)
         best = parameters if loss < lowest else self.best
@@ -373,11 +374,11 @@ class Progress:
 
     @property
     def changing(self) -> tuple[Any, ...]:
-        """The pytrees that steps update."""
+        """The pytrees that change during a run."""
         return self.parameters, self.optimiser, self.state, self.best
 
     def moved(self, where: Callable[[Any], Any]) -> "Progress":
-        """The state with every changing array mapped by `where`, for example to other devices."""
+        """The state with all changing pytrees mapped by `where`, for example to other devices."""
         parameters, optimiser, state, best = (where(tree) for tree in self.changing)
         return dataclasses.replace(self, parameters=parameters, optimiser=optimiser, state=state, best=best)
 
@@ -410,8 +411,8 @@ class Checkpoint:
     def open(
         path: str | os.PathLike, settings: dict[str, Any], start: Progress, fixed: dict[str, Any]
     ) -> "Checkpoint":
-        """The checkpoint file of a run. `settings` and `fixed` describe the run; `fixed` may contain arrays
-        and functions."""
+        """The checkpoint of a run, which `settings` and `fixed` describe; `fixed` may contain arrays and
+        functions."""
         described = {name: repr(value) for name, value in settings.items()}
         for name, value in fixed.items():
             described |= fingerprint(value, name)
@@ -432,7 +433,7 @@ class Checkpoint:
         return start
 
     def load(self, start: Progress) -> Progress:
-        """Load the state from the file; `start` has the same structure."""
+        """Load the state from the file. The initial state `start` has the same structure."""
         header, arrays = read_archive(self.path, "checkpoint", VERSION)
         if header["version"] < OLDEST_VERSION:
             raise ValueError(

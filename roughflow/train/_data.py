@@ -1,4 +1,4 @@
-"""Training data: arrays, batches or distributions; validation splits, folds, copies of rows."""
+"""Training data (arrays, batches or distributions), validation splits, folds, and copies of rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ from ._objective import AbstractStatefulObjective
 
 NUM_FOLDS = 5
 LEAVE_ONE_OUT = 40  # with at most this number of groups, each group is one fold
-# A spike is a value that at least this fraction of the rows have, and that is this many times as frequent as
-# the median value.
+# A spike is a value that more than this fraction of the rows share and that is more than this many times as
+# frequent as the median value.
 SPIKE_SHARE, SPIKE_RATIO = 0.05, 5
-MAX_CHANCE_TWINS = 0.1  # rows are copies if fewer equal rows than this are expected by chance
-PAIRED_COLUMNS = 12  # maximum number of repeated columns that are compared in pairs
+MAX_CHANCE_TWINS = 0.1  # equal rows are copies if fewer than this number are expected by chance
+PAIRED_COLUMNS = 12  # maximum number of repeated columns that are compared pairwise
 
 
 @dataclass(frozen=True)
 class Links:
-    """Rows that must stay on the same side of a split.
+    """Marks rows that must stay on the same side of a split.
 
     `labels` has one label per row, shared by linked rows; `copies` has one label per row, shared by equal
     rows. `joined` lists the columns whose values repeat together, as after a join.
@@ -67,22 +67,22 @@ class Links:
         """Number of sets of linked rows."""
         return int(self.labels.max()) + 1
 
-    def at(self, places: np.ndarray) -> "Links":
+    def at(self, indices: np.ndarray) -> "Links":
         """The links among a subset of the rows."""
-        return Links(first_seen(self.labels[places]), first_seen(self.copies[places]), self.joined)
+        return Links(first_seen(self.labels[indices]), first_seen(self.copies[indices]), self.joined)
 
 
 def hold_out(labels: np.ndarray, share: float, key: PRNGKeyArray) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of training rows and of validation rows. Validation rows are a fraction `share` of the sets of
-    linked rows: at least one set if there are two and the fraction is positive."""
+    """The indices of the training rows and of the validation rows. A fraction `share` of the sets of linked
+    rows is used for validation: at least one set if there are two or more and the fraction is positive."""
     check_share(share)
     count = int(labels.max()) + 1
     aside = min(max(1, round(share * count)), count - 1) if share else 0
     rank = np.empty(count, int)
     rank[np.asarray(_permutation(key, count))] = np.arange(count)
-    place = np.argsort(rank[labels], kind="stable")
+    order = np.argsort(rank[labels], kind="stable")
     first = int(np.sum(rank[labels] < aside))
-    return place[first:], place[:first]
+    return order[first:], order[:first]
 
 
 def check_share(share: float) -> None:
@@ -92,8 +92,8 @@ def check_share(share: float) -> None:
 
 
 def folds(labels: np.ndarray, leave_one_out: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Indices of the training and the validation rows of each fold. If there are at most `leave_one_out` sets
-    of linked rows, each set is one fold."""
+    """The indices of the training and of the validation rows of each fold. If there are at most
+    `leave_one_out` sets of linked rows, each set is one fold."""
     total = int(labels.max()) + 1
     count = total if total <= leave_one_out else NUM_FOLDS
     order = np.random.default_rng(0).permutation(total)
@@ -105,7 +105,7 @@ def folds(labels: np.ndarray, leave_one_out: int = 0) -> list[tuple[np.ndarray, 
 
 
 def mean_and_error(values: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """The mean over rows, and its standard error, in which rows with the same label are dependent."""
+    """The mean over rows and its standard error; rows with the same label are treated as dependent."""
     mean, count = float(np.mean(values)), int(labels.max()) + 1 if len(labels) else 0
     if count < 2 or not np.isfinite(mean):
         return mean, float("nan")
@@ -257,7 +257,7 @@ class SplittableBatches(Batches, Protocol):
 
 
 class Drawn(eqx.Module):
-    """Batches drawn on the host for the next steps, `(steps, size, dimension)`."""
+    """Batches that the host has drawn for the next steps, `(steps, size, dimension)`."""
 
     rows: Array
 
@@ -266,14 +266,14 @@ Data = Array | DataSource | Batches | None
 
 
 def draw(
-    data: Array | DataSource | Drawn | None, size: int, key: PRNGKeyArray, place: int | Array = 0
+    data: Array | DataSource | Drawn | None, size: int, key: PRNGKeyArray, index: int | Array = 0
 ) -> Array | None:
-    """A batch of `size` rows drawn with replacement, or all rows if there are no more than `size`. For
-    `Drawn`, the batch with index `place`."""
+    """A batch of `size` rows drawn with replacement, or all rows of an array that has no more. For `Drawn`,
+    the batch with this index."""
     if data is None:
         return None
     if isinstance(data, Drawn):
-        return data.rows[place]
+        return data.rows[index]
     if isinstance(data, DataSource):
         return data.sample(key=key, shape=(size,))
     return data if len(data) <= size else data[jax.random.randint(key, (size,), 0, len(data))]
@@ -285,7 +285,7 @@ def split(
     objective: AbstractStatefulObjective,
     key: PRNGKeyArray,
 ) -> tuple[Data, Array | None]:
-    """Training and validation data, without copies of a row on both sides."""
+    """Split training and validation data, never with copies of one row on both sides."""
     if (data is not None) != objective.uses_data:
         need = "needs data: fit(model, data)" if objective.uses_data else "takes no data: fit(model)"
         raise ValueError(f"{type(objective).__name__} {need}")

@@ -48,7 +48,7 @@ class Fitted:
     - `history`: the `rf.train.History` of the fit.
     - `interrupted`: whether the user interrupted the fit.
     - `state`: the final state of the objective.
-    - `stages`: the histories of the stages by name, if the fit had several.
+    - `stages`: the history of each stage by name, if the fit had several stages.
     """
 
     model: Any
@@ -121,7 +121,7 @@ class TrainingOptions:
             check_instance("optimiser", self.optimiser, optax.GradientTransformation, wanted)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "TrainingOptions":
-        """These options, where fields that are None take their value from `defaults`."""
+        """These options, with fields that are None taken from `defaults`."""
         missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return replace(self, **missing)
 
@@ -240,7 +240,7 @@ def fit(
     moves = make_optimiser(training.optimiser, rate, steps, clip, average)
     parameters, rest = eqx.partition((model, objective), _trained(model, objective, frozen))
     state = objective.start(model, key=fold_in(key_objective, 1))
-    # Steps return strongly typed arrays, so weakly typed ones would need a program of their own for one step.
+    # Steps return strongly typed arrays; weakly typed ones would cause a separate compilation for one step.
     parameters, state = jax.tree.map(_strongly_typed, (parameters, state))
     start = Progress.start(parameters, start_of(moves, parameters), state)
     grid_choice = GridChoice.of(model, objective, train, steps, fold_in(key_objective, 2))

@@ -1,4 +1,4 @@
-"""Flows to train: neural SDEs, velocity fields, and noise for a flow that was fitted without any."""
+"""Flows to train: neural SDEs, velocity fields, and noise for flows that were fitted without noise."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ from ..sde import (
 )
 
 MAX_STATE_DEPENDENT_DIMENSION = 2  # for state-dependent noise, whose cost is quadratic in the dimension
-MIN_PROBED_DIMENSION = 17  # minimum for Hutchinson's divergence estimator
+MIN_PROBED_DIMENSION = 17  # minimum dimension for Hutchinson's divergence estimator
 VELOCITY_STEPS = 16  # solver steps for a velocity field
 
 
@@ -54,8 +54,8 @@ def neural_flow(
 ) -> StochasticFlow:
     """A neural SDE with a standard normal base, which it leaves invariant before training.
 
-    The drift is an `rf.sde.RestoringDrift`. The noise is `rf.FullDiffusion` in up to two dimensions,
-    otherwise a trainable constant matrix. In 17 or more dimensions the flow uses Hutchinson's divergence
+    The drift is an `rf.sde.RestoringDrift`. The noise is an `rf.FullDiffusion` in two dimensions, otherwise a
+    trainable constant matrix. In 17 or more dimensions the flow uses Hutchinson's divergence
     estimator.
 
     **Arguments:** `dimension`; `width` and `depth` of the drift network; `activation` and `time_dependent`,
@@ -214,8 +214,8 @@ def _check_given(sde: TransportSDE, dimension: int) -> None:
     sigma = noise_matrix(sde.noise(jnp.zeros(()), jnp.zeros(dimension)))
     if jnp.any(sigma[-given:] != 0):
         raise ValueError(
-            f"the last {given} of {dimension} coordinates are given, and this noise would move them: the "
-            f"matrix of the noise must have zeros in these rows"
+            f"the last {given} of {dimension} coordinates are given, but this noise would move them: its "
+            f"matrix must be zero in these rows"
         )
 
 

@@ -62,7 +62,7 @@ class Interpolant(AbstractObjective):
         self.late = float(late)
 
     def prepare(self, model: StochasticFlow, *, key: PRNGKeyArray) -> "Interpolant":
-        """Reject a model without a velocity to train."""
+        """The objective itself; raises an error for a model without a velocity to train."""
         del key
         if not isinstance(model, StochasticFlow):
             raise TypeError(f"Interpolant trains an rf.StochasticFlow, got {type(model).__name__}")
@@ -84,7 +84,7 @@ class Interpolant(AbstractObjective):
             raise ValueError(f"the flow ends at t1 = {model.t1}, but its transport at {transport.t1}")
 
     def learns(self, model: StochasticFlow) -> Any:
-        """The velocity."""
+        """The part that is trained: the velocity, or the transport that contains it."""
         return model.sde.transport if isinstance(model.sde, TransportSDE) else model.sde.drift
 
     def leave(self, model: StochasticFlow) -> StochasticFlow:
@@ -111,7 +111,7 @@ class Interpolant(AbstractObjective):
         z = jax.lax.stop_gradient(model.base.sample(key=key_base, shape=(count,))).astype(x.dtype)
         own = x.shape[1] - self.num_given
         z = jnp.concatenate([z[:, :own], x[:, own:]], axis=1)
-        # Stratified times: evenly spaced over the batch, with one random shift, so that each time is uniform.
+        # Stratified times: evenly spaced over the batch, with one random shift, so each time is uniform.
         shift = jax.random.uniform(key_time, (), x.dtype)
         u = jnp.mod(jnp.arange(count, dtype=x.dtype) / count + shift, 1)
         s = 1 - u**self.late

@@ -31,13 +31,13 @@ MIN_STEPS_FOR_GRID = 200  # training steps; in a shorter fit, choosing a grid wo
 # Acceptable discretisation error of log p, in nats. On too coarse a grid a model learns to exploit solver
 # errors: the loss on banana data fell 0.6 nats below the entropy.
 GRID_TOLERANCE = 1e-3
-GRID_GROWTH = 1.25  # minimum factor between two grids, because each number of steps recompiles
+GRID_GROWTH = 1.25  # minimum growth factor of a grid, because each new number of steps causes recompilation
 
 
 @dataclass(frozen=True)
 class GridChoice:
-    """Chooses the number of solver steps that a model needs. Errors are measured at fixed rows of the data
-    (or samples of the model) and along fixed paths."""
+    """Chooses the number of solver steps that a model needs. Errors are measured at fixed rows of the data,
+    or at samples of the model, and along fixed paths."""
 
     x: Array | None
     key: PRNGKeyArray
@@ -56,10 +56,11 @@ class GridChoice:
         return GridChoice(None if x is None else jnp.asarray(x, float), key)
 
     def needed(self, model: StochasticFlow, now: int | None) -> int | None:
-        """The number of solver steps, at least `now`; None to use that of the model."""
+        """The number of solver steps that the model needs, never below the current number `now`; None to keep
+        the number of the model."""
         x = model.without_errors().sample(key=self.key, shape=(GRID_ROWS,)) if self.x is None else self.x
-        least = MIN_STEPS if now is None else now
-        needed = sufficient_steps(model, x, self.key, GRID_TOLERANCE, least)
+        minimum = MIN_STEPS if now is None else now
+        needed = sufficient_steps(model, x, self.key, GRID_TOLERANCE, minimum)
         if now is None or needed == now:
             return needed
         # If no number of steps suffices, the model has diverged, and finer steps would not help.
@@ -72,30 +73,28 @@ def _is_open(model: Any) -> bool:
 
 
 def solved_with(model: Any, steps: int | None) -> Any:
-    """The model with this number of solver steps; unchanged if `steps` is None."""
+    """The model with this number of solver steps, or unchanged if `steps` is None."""
     return model if steps is None else with_steps(model, steps)
 
 
 def with_no_fewer(model: Any, steps: int | None) -> Any:
-    """The model with at least this number of solver steps."""
+    """The model with its number of solver steps raised to `steps` if it is lower."""
     if steps is None or steps <= model.integrator.count(model.driver, model.noise_dimension):
         return model
     return with_steps(model, steps)
 
 
 MAX_DISPATCH_STEPS = 256  # training steps per call of the compiled program
-MAX_HOST_NUMBERS = 2**22  # numbers drawn on the host for one call
+MAX_HOST_NUMBERS = 2**22  # maximum number of values drawn on the host for one call
 DISPATCH_SECONDS = 1.0  # target duration of a call
-COOLING_RATIO = (
-    4  # number of earlier steps for each step of the final phase, in which the learning rate decays to zero
-)
+COOLING_RATIO = 4  # earlier steps per step of the final phase, in which the learning rate decays to zero
 SHORT_RUN = 16  # training steps; in shorter runs compilation dominates
-MAX_NONFINITE_STREAK = 20  # consecutive steps that are not finite before a run fails
+MAX_NONFINITE_STREAK = 20  # number of consecutive steps that are not finite after which a run fails
 
 
 @dataclass(frozen=True)
 class Loop:
-    """One training run, which takes steps and decides when to stop."""
+    """A training run: takes steps, validates, and decides when to stop."""
 
     rest: Any  # the untrained part of model and objective
     optimiser: Optimiser
@@ -111,7 +110,7 @@ class Loop:
     key_validation: PRNGKeyArray
 
     def placed(self) -> "Loop":
-        """The run with all its constants placed on its devices."""
+        """The run with all its constant arrays on its devices."""
         names = ("rest", "data", "held_out", "key", "key_validation")
         return replace(self, **{name: self.devices.put(getattr(self, name)) for name in names})
 
@@ -205,7 +204,7 @@ class Loop:
         return max(1, min(MAX_DISPATCH_STEPS, MAX_HOST_NUMBERS // self._batch(self.data, 0).size))
 
     def _drawn(self, first: int, count: int) -> Any:
-        """The data for the next steps; batches of host data are drawn in advance."""
+        """The data for the next steps; batches from the host are drawn in advance."""
         if not isinstance(self.data, Batches):
             return self.data
         rows = np.stack([self._batch(self.data, first + i) for i in range(count)])
@@ -233,7 +232,7 @@ class Loop:
         return replace(now, parameters=now.best, optimiser=self.optimiser.back_to(now.best, now.optimiser))
 
     def _explain(self, now: Progress) -> None:
-        """Raise an error. If a solve outside `jax.jit` reveals the reason, include it."""
+        """Raise an error for a failing run. If a step outside `jax.jit` reveals the reason, include it."""
         model, objective = _combined(now.parameters, self.rest, now.grid)
         advice = "lower learning_rate or clip of rf.train.TrainingOptions, or use smaller initial weights"
         advice += see("training-not-finite")
@@ -273,8 +272,8 @@ def _take_steps(
     start,
     end,
 ):
-    """Take `count` steps from step `first` on in one compiled program, the same for any `count`. The learning
-    rate decays to zero from step `start` to step `end`."""
+    """Take `count` steps, starting with step `first`, in one compiled program, which is the same for every
+    `count`. The learning rate decays to zero from step `start` to step `end`."""
 
     pack = optimiser.packing(carried[0])
 
@@ -320,7 +319,7 @@ def _validation_loss(
         return devices.same(objective.step(model, devices.split(data), state, key=key)[0])
 
 
-# For few steps, the longer compilation of faster programs does not pay off.
+# In short runs, faster programs do not make up for their longer compilation.
 _advance, _advance_soon = jit(_take_steps), jit(_take_steps, level=1)
 _validate, _validate_soon = jit(_validation_loss), jit(_validation_loss, level=1)
 

@@ -68,7 +68,7 @@ class MaximumLikelihood(AbstractObjective):
             return MaximumLikelihood(1, Prior())
         if not self.learns_proposal:
             return self
-        # A model that was fitted before continues with its learned proposal.
+        # A model that has been fitted before keeps its learned proposal.
         learned = model.proposal
         proposal = learned if isinstance(learned, Amortised) else Amortised(model, width=64, key=key)
         return eqx.tree_at(lambda o: o.bound.estimator.proposal, self, proposal)
@@ -94,7 +94,7 @@ class MaximumLikelihood(AbstractObjective):
         flow = model.without_errors() if is_traced(x) else model
         log_weights = self._log_weights(flow, x, key)
         value = log_mean(log_weights.T)
-        # A point that no path reaches has no gradient, but counts in the loss.
+        # A point that no path reaches has no gradient, but it counts in the loss.
         lost = jnp.isneginf(value)
         loss = jnp.mean(jnp.where(lost, LOST_POINT_LOSS, -value))
         relative = jax.lax.stop_gradient(jax.nn.softmax(jnp.where(lost[:, None], 0, log_weights), axis=-1))

@@ -62,7 +62,7 @@ class AbstractStatefulObjective(eqx.Module):
         return self
 
     def learns(self, model: Any) -> Any:
-        """The part of the model, or tuple of parts, that is trained."""
+        """The part of the model that is trained, or a tuple of parts."""
         return model
 
     def leave(self, model: Any) -> Any:
@@ -95,13 +95,13 @@ class AbstractObjective(AbstractStatefulObjective):
         """The loss of a batch, to be differentiated, and metrics to report."""
 
     def start(self, model: Any, *, key: PRNGKeyArray) -> tuple[()]:
-        """No state."""
+        """The empty state."""
         del model, key
         return ()
 
     def step(
         self, model: Any, x: Array | None, state: tuple[()], *, key: PRNGKeyArray
     ) -> tuple[Array, tuple[tuple[()], dict[str, Array]]]:
-        """The loss, no state, and the metrics."""
+        """The loss, the empty state, and the metrics."""
         loss, metrics = self(model, x, key=key)
         return loss, (state, metrics)

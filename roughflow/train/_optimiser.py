@@ -35,13 +35,13 @@ class Rate(eqx.Module):
 class Optimiser(eqx.Module):
     """An update of the parameters from a gradient, with the interface of optax.
 
-    Numbers are fields, not closures, so that changing the rate or the limit does not cause recompilation.
+    Hyperparameters are fields, not closures, so changing the rate or the limit does not cause recompilation.
     """
 
     transform: optax.GradientTransformation
     rate: Rate | None  # None for a transformation with its own learning rate
     clip: float | None
-    decay: float | None  # per step, of the average of the parameters
+    decay: float | None  # decay per step of the average of the parameters; None for no average
 
     def init(self, parameters: Any) -> tuple[Any, Array, Any]:
         """The state of the transformation, the number of steps, and the average."""
@@ -68,8 +68,8 @@ class Optimiser(eqx.Module):
         return parameters, (inner, count + 1, average)
 
     def packing(self, parameters: Any) -> "Packing":
-        """How parameters and state are carried from step to step: packed if the transformation is
-        elementwise."""
+        """The form in which parameters and state are carried from step to step: packed if the transformation
+        is elementwise."""
         return Packing(None if self.rate is None else parameters)
 
     def back_to(self, parameters: Any, state: tuple[Any, Array, Any]) -> tuple[Any, Array, Any]:

@@ -103,7 +103,7 @@ class ReverseKL(AbstractObjective):
 
 
 def _size(model: StochasticFlow) -> Array:
-    """The sum of the absolute values of all trainable parameters; arrays of a target are excluded."""
+    """The sum of the absolute values of all trainable parameters, without the arrays of a target."""
     sde = model.sde
     parts = (sde.diffusion, sde.skew) if isinstance(sde, TargetedSDE) else sde
     leaves = jax.tree.leaves(eqx.filter(parts, eqx.is_inexact_array))
@@ -135,9 +135,9 @@ def evidence_bound(
     the negative loss of `rf.ReverseKL`. The gap is KL(p_T ‖ p) plus the gap of the estimate of log p_T with K
     paths (`rf.density.UpperBound`).
 
-    **Arguments:** `flow`, close to the target, such as an SDE that leaves it invariant (`rf.targeted_sde`),
-    started from a normal distribution close to the target; `log_density`; `num_samples` of the flow;
-    `num_paths`, K.
+    **Arguments:** `flow`, whose distribution should be close to the target, such as an SDE that leaves the
+    target invariant (`rf.targeted_sde`) with a similar normal base; `log_density`; `num_samples`, the number
+    of samples of the flow; `num_paths`, K.
 
     ```python
     import jax, jax.numpy as jnp

@@ -32,11 +32,11 @@ from ..sde import AbstractSDE, noise_dimension
 from ._coordinates import AbstractCoordinates
 from ._ends import Effort, Ends, Transition, average, linear, stiffness
 
-# Iterations to the most likely path: the fraction of the remaining distance that each one covers. Full steps
-# at the beginning might lead to another path.
+# Gauss–Newton iterations to the most likely path: the fraction of the remaining distance that each one
+# covers. Full steps at the beginning might lead to another path.
 CLIMB = (1 / 4, 1 / 3, 1 / 2, 1, 1, 1, 1)
-NEWTON = 4  # iterations back to x₁, from a path close to the most likely one
-LEAST = 0.1  # smallest precision of the draws, relative to that of unconditioned paths
+NEWTON = 4  # number of Newton iterations that lead a path near the most likely one back to x₁
+LEAST = 0.1  # lower bound on the precision of the draws, relative to that of unconditioned paths
 FOUND = 1e-5  # acceptable distance from x₁, in standard deviations of the transition; times 1e4 in float32
 
 
@@ -72,7 +72,7 @@ class Bridges(eqx.Module):
 
 
 class Chart(eqx.Module):
-    """The distribution of the paths of a transition: around `centre`, in all directions orthogonal to
+    """A normal distribution of paths for a transition, around `centre` and in all directions orthogonal to
     `rows`."""
 
     centre: Array  # (n m,)
@@ -80,20 +80,21 @@ class Chart(eqx.Module):
     factor: Array  # (n m, n m), lower triangular: a square root of the precision of the draws
 
     def draw(self, noise: Array) -> Array:
-        """Draws v `(K, n m)` orthogonal to the rows, from standard normal numbers."""
+        """Draws v `(K, n m)` orthogonal to the rows, computed from standard normal `noise`."""
         spread = solve(self.factor.T[None], noise.T[None])[0].T
         return spread - (spread @ self.rows.T) @ self.rows
 
     def log_prob(self, v: Array) -> Array:
-        """The log-density of a draw, without the normalising constant of standard normal numbers."""
+        """The log-density of a draw, without the normalising constant of the standard normal density."""
         return jnp.sum(jnp.log(jnp.diag(self.factor))) - 0.5 * jnp.sum((v @ self.factor) ** 2)
 
 
 def bridges(
     sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transition, noise: Array, effort: Effort
 ) -> Bridges:
-    """Weighted paths of one transition, from standard normal numbers `(K, n m)`."""
-    # The result does not depend on the centre and the directions, so they need not be differentiated.
+    """Weighted paths of one transition, computed from standard normal `noise` `(K, n m)`."""
+    # The expected weight does not depend on the centre and the directions, so they need not be
+    # differentiated.
     still = Ends(_held(sde), _held(coordinates), _held(step), effort, None)
     chart = _held(_chart(still, still.step.end, noise.shape[-1]))
     plain = Ends(sde, coordinates, step, effort, None)
@@ -126,7 +127,8 @@ def _chart(end_of: Callable[[Array], Array], end: Array, size: int) -> Chart:
 
 
 def _weigh(end_of: Callable[[Array], Array], end: Array, chart: Chart, v: Array) -> Bridges:
-    """Solve for the path of centre + v + rowsᵀ r that ends at `end`, and compute its weight."""
+    """Solve for the r with which the path centre + v + rowsᵀ r ends at `end`, and compute the weight of this
+    path."""
     path = lambda r: chart.centre + v + r @ chart.rows
 
     def newton(r: Array, _) -> tuple[Array, tuple[Array, Array]]:
@@ -171,13 +173,13 @@ def _cholesky(matrix: Array) -> Array:
     return jax.lax.fori_loop(0, size, column, (matrix, jnp.zeros_like(matrix)))[1]
 
 
-CHUNK = 2048  # number of transitions per call
-LOOK = 256  # number of transitions used to measure the stiffness of an SDE
+CHUNK = 2048  # maximum number of transitions that are evaluated together
+LOOK = 256  # maximum number of transitions used to measure the stiffness of an SDE
 
 
 class Weighted(eqx.Module):
-    """log p of a transition by weighted paths, its standard error, the effective number of paths, and the
-    number of paths not found."""
+    """log p of a transition, estimated by weighted paths, with its standard error, the effective number of
+    paths, and the number of paths that were not found."""
 
     log_prob: Array
     error: Array
@@ -190,9 +192,9 @@ def largest_rate(sde: AbstractSDE, coordinates: AbstractCoordinates, many: Trans
     if values are traced."""
     if is_traced(many.dt) or any(is_traced(leaf) for leaf in jax.tree.leaves(sde)):
         return None
-    places = np.unique(np.linspace(0, len(many.dt) - 1, LOOK).astype(int))
+    chosen = np.unique(np.linspace(0, len(many.dt) - 1, LOOK).astype(int))
     # NumPy selects rows faster than one compiled program per array would.
-    rows = lambda a: a[places] if is_traced(a) else jnp.asarray(np.asarray(a)[places])
+    rows = lambda a: a[chosen] if is_traced(a) else jnp.asarray(np.asarray(a)[chosen])
     return float(_largest_rate(sde, coordinates, jax.tree.map(rows, many), jnp.max(many.dt)))
 
 
@@ -207,7 +209,7 @@ def _largest_rate(sde: AbstractSDE, coordinates: AbstractCoordinates, some: Tran
 def log_probs(
     sde: AbstractSDE, coordinates: AbstractCoordinates, many: Transition, key: PRNGKeyArray, effort: Effort
 ) -> Weighted:
-    """log p of many transitions, its errors and path statistics, `(N,)` each."""
+    """log p of many transitions, with standard errors and path statistics, `(N,)` each."""
     one = lambda item: transition_value(sde, coordinates, item[0], item[1], effort)
     return in_chunks(one, (many, keys_of(key, many)), len(many.dt), CHUNK)
 
@@ -222,7 +224,7 @@ def transition_value(
 ) -> Weighted:
     """log p of one transition."""
     columns = noise_dimension(sde, step.start.shape[-1])
-    # The numbers of the first functions do not depend on the number of functions, so finer paths refine
+    # The coefficients of the first functions do not depend on the number of functions, so finer paths refine
     # coarser ones.
     shape = (effort.num_functions * columns, effort.num_paths // 2)
     noise = jax.random.normal(key, shape, step.start.dtype).T
@@ -235,12 +237,12 @@ def transition_value(
     return Weighted(value, error, drawn.effective(), jnp.sum(~drawn.found))
 
 
-def in_chunks(function: Callable, items: Any, count: int, most: int) -> Any:
-    """Map a function over `count` items, at most `most` at a time. Chunks have equal size, because a smaller
-    last chunk would need another compiled program."""
-    parts = -(-count // most)
+def in_chunks(function: Callable, items: Any, count: int, max_size: int) -> Any:
+    """Map a function over `count` items, in chunks of up to `max_size` items. Chunks have equal size, because
+    a smaller last chunk would need another compiled program."""
+    parts = -(-count // max_size)
     size = -(-count // parts)
-    places = jnp.minimum(jnp.arange(parts * size), count - 1)
-    chunks = jax.tree.map(lambda a: jnp.reshape(a[places], (parts, size, *a.shape[1:])), items)
+    indices = jnp.minimum(jnp.arange(parts * size), count - 1)
+    chunks = jax.tree.map(lambda a: jnp.reshape(a[indices], (parts, size, *a.shape[1:])), items)
     done = jax.lax.map(jax.vmap(function), chunks)
     return jax.tree.map(lambda a: jnp.reshape(a, (parts * size, *a.shape[2:]))[:count], done)

@@ -187,7 +187,7 @@ class Columns(AbstractCoordinates):
 
 
 class InCoordinates(AbstractStratonovichSDE):
-    """The SDE of the coordinates y of a state, with time counted from `time`.
+    """The SDE for the coordinates y of a state, with time counted from `time`.
 
     It is a Stratonovich SDE even if `sde` is an Itô SDE: drift and noise are pulled back by the ordinary
     chain rule.

@@ -25,12 +25,17 @@ NEAR_BOUNDARY = 1e-3  # relative distance from a boundary at which its drift is 
 WIDTH = 0.05  # step of finite differences, in standard deviations of a transition
 MARGIN = 0.8  # fraction of the tolerance to which Monte Carlo errors are reduced
 MAX_DOUBLINGS = 4  # maximum number of doublings of the number of paths at a time
-CURVATURE_PATHS = 16  # antithetic pairs of paths that measure the nonlinearity of a transition
+CURVATURE_PATHS = 16  # number of antithetic pairs of paths that measure the nonlinearity of a transition
 
 
 class Effort(eqx.Module):
-    """The work per transition: `num_functions` of the driver, `num_paths` in antithetic pairs, and
-    `num_steps` of the classical Runge–Kutta method.
+    """The computational effort per transition.
+
+    **Arguments:**
+
+    - `num_functions`: number of functions of the driver.
+    - `num_paths`: number of paths, which are drawn in antithetic pairs.
+    - `num_steps`: number of steps of the classical Runge–Kutta method.
 
     ```python
     import roughflow as rf
@@ -51,10 +56,10 @@ class Effort(eqx.Module):
 
     @staticmethod
     def for_stiffness(rate: float | None) -> "Effort":
-        """The effort for a drift whose derivative times dt is `rate`; None if it is not known."""
+        """The effort for a drift whose derivative times dt is `rate`; None if the rate is unknown."""
         if rate is None:
             return Effort(4, 8, 8)
-        # Two steps per function, because fewer do not resolve polynomials of high degree near the ends.
+        # About two steps per function, because fewer do not resolve polynomials of high degree near the ends.
         for limit, effort in ((0.5, Effort(2, 8, 3)), (4.0, Effort(4, 8, 8)), (12.0, Effort(8, 16, 16))):
             if rate < limit:
                 return effort
@@ -158,9 +163,9 @@ class Ends(eqx.Module):
         return InCoordinates(self.sde, self.coordinates).fields(t, y)
 
 
-def average(ends: Ends, places: Array) -> Averaged:
-    """The effect of omitted functions at the states `(M, d)` of the stages."""
-    kind, dt = places.dtype, ends.step.dt
+def average(ends: Ends, states: Array) -> Averaged:
+    """The effect of the omitted functions on the drift, at the states `(M, d)` of the stages."""
+    kind, dt = states.dtype, ends.step.dt
     _, times = ends.effort.grid()
     times = jnp.asarray(times, kind)
     left = times - jnp.sum(Legendre(ends.effort.num_functions).integrals(times) ** 2, axis=-1)
@@ -179,7 +184,7 @@ def average(ends: Ends, places: Array) -> Averaged:
         ahead, behind = values[: y.size], values[y.size : -1]
         return values[-1], ((ahead - behind) / (2 * width[:, None])).T
 
-    return Averaged(places, *jax.vmap(expand)(times, left, places))
+    return Averaged(states, *jax.vmap(expand)(times, left, states))
 
 
 def _double_brackets(ends: Ends, t: Array, y: Array) -> Array:
@@ -237,9 +242,9 @@ def boundary_share(sde: AbstractSDE, coordinates: AbstractCoordinates, step: Tra
 
 
 def curvature(sde: AbstractSDE, coordinates: AbstractCoordinates, step: Transition) -> Array:
-    """Nonlinearity of the end of a transition as a function of its path; dimensionless.
+    """The nonlinearity of the end of a transition as a function of its path; dimensionless.
 
-    With h(ω) the end point along ω, it is the root mean square of h(ω) − 2h(ω/2) + h(0) relative to that of
+    If h(ω) is the end point along ω, it is the root mean square of h(ω) − 2h(ω/2) + h(0) relative to that of
     h(ω) − h(0), for the worst component. It is zero for a linear SDE over any time. It is large if the most
     likely path does not represent all paths, as for a nonlinear or multistable drift or noncommutative noise,
     and infinite if a path leaves the state space.

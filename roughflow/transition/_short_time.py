@@ -19,8 +19,8 @@ from ._ends import Effort, Ends, Transition, linear
 HALVINGS = 12  # maximum number of halvings to find the first part of a time interval
 SAMPLES = 16  # number of end points at which the error over a first part is measured
 FIRST_ERROR = 0.01  # in nats; acceptable root mean square error of log p after the first part
-# Factor on the standard error, to cover the Lévy areas that a driver with few functions omits if the noise is
-# noncommutative.
+# Factor on the standard error that accounts for the Lévy areas that a driver with few functions omits if the
+# noise is noncommutative.
 UNSEEN = 4.0
 REACH = 8.0  # in standard deviations from the mean; the SDE is linearised at points further away
 FINE = 8  # factor by which the numbers of functions and steps are increased for draws
@@ -38,7 +38,12 @@ class ShortTime(eqx.Module):
     z, so `log_prob` is smooth. The SDE is linearised at points more than eight standard deviations from the
     mean and where no path is found. `sample` solves the SDE along paths with more functions.
 
-    **Arguments:** `sde`; `x0`, x₀ `(d,)`; `dt`; `effort`, the work per log-density.
+    **Arguments:**
+
+    - `sde`: the SDE.
+    - `x0`: the initial state x₀, shape `(d,)`.
+    - `dt`: the time of the distribution.
+    - `effort`: the computational effort per log-density.
 
     ```python
     import jax, jax.numpy as jnp
@@ -117,7 +122,7 @@ def short_time(sde: AbstractSDE, start: Array, t1: float) -> tuple[ShortTime, fl
 
 @functools.partial(jit, level=1)
 def _first_errors(sde: AbstractSDE, start: Array, spans: Array) -> Array:
-    """The standard error of log p after each time, as a root mean square over simulated end points."""
+    """The root mean square standard error of log p after each time, over simulated end points."""
 
     def one(span: Array) -> Array:
         first = ShortTime(sde, start, span)

@@ -1,11 +1,11 @@
-"""The filter of a series with one hidden component, on a moving grid.
+"""The filter for a series with one hidden component, on a moving grid.
 
 If all other components are observed exactly, or there are none, the density of the hidden component given the
 values so far is a function of one variable. Its values at the nodes of a window that moves with the series
-are updated by the trapezoidal rule: predict with the density of a step, and multiply by the density of the
-value (Kitagawa 1987). The windows come from a pilot run of the same filter and its backward pass, with a
-kernel widened to the spacing of the nodes. In each round, the windows are narrowed to the range of the states
-given all values.
+are updated by the midpoint rule: predict with the density of a step, and multiply by the density of the value
+(Kitagawa 1987). The windows come from pilot runs of the same filter and its backward pass, with a kernel
+widened to the spacing of the nodes. After each run, the windows are fitted to the range of the states given
+all values.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ PILOT_SIZE = 96
 TAIL = 1e-9  # probability outside a window, on each side
 MARGIN = 1.25  # width of a window, relative to the range of the states
 ROUNDS = 12  # maximum number of rounds of the pilot
-ACROSS = 16  # number of nodes of each observed component between its values
+ACROSS = 16  # number of nodes for each observed component at times between its values
 REACH = 5.0  # range of these nodes on each side, in standard deviations
-FLOOR = 1e-3  # minimum of a variance given the end of a step, relative to that of the step
+FLOOR = 1e-3  # minimum variance given the hidden component after a step, relative to that of the step
 
 
 class Mesh(eqx.Module):
-    """Windows of the hidden component in coordinates, each with `size` nodes; `steps` of the `scheme` lead
-    from one state to the next, with `across` nodes for each observed component between its values."""
+    """Windows of the hidden component in coordinates, each with `size` nodes. The `scheme` takes `steps`
+    steps from one state to the next, with `across` nodes for each observed component at times in between."""
 
     low: Array  # (n,)
     high: Array  # (n,)
@@ -48,7 +48,7 @@ class Mesh(eqx.Module):
     across: int = eqx.field(static=True, default=ACROSS)
 
     def finer(self) -> "Mesh":
-        """The mesh with 1.5 times as many nodes, in wider windows."""
+        """A mesh whose nodes are 1.5 times as dense, in windows that are 20 % wider."""
         wide = 0.1 * (self.high - self.low)
         return dataclasses.replace(
             self,
@@ -59,24 +59,24 @@ class Mesh(eqx.Module):
         )
 
     def with_steps(self, steps: int) -> "Mesh":
-        """The mesh with more steps, each of which has less noise."""
+        """A mesh with another number of steps. More steps have less noise each and need more nodes."""
         size = int(np.ceil(self.size * max(steps / self.steps, 1) ** 0.5))
         return dataclasses.replace(self, steps=steps, size=size)
 
     def nodes(self, low: Array, high: Array) -> Array:
-        """Midpoints of equal cells."""
+        """The midpoints of `size` equal cells between `low` and `high`."""
         part = (jnp.arange(self.size) + 0.5) / self.size
         part = jnp.reshape(part, (1,) * low.ndim + part.shape)
         return low[..., None] + (high - low)[..., None] * part
 
 
 class Points(eqx.Module):
-    """Nodes of a quadrature of the state in coordinates, `z` `(N, d)`, with the logarithms of their weights;
+    """Quadrature nodes `z` `(N, d)` for the state, in coordinates, with the logarithms of their weights;
     `same` indicates whether the observed components are the same at all nodes."""
 
     z: Array
     log_weight: Array  # (N,)
-    noise: Array  # (N, d, d), for the scheme `bridge`: at the observed components of the step's start
+    noise: Array  # (N, d, d), for the scheme `bridge`: σσᵀ with the observed components at the step's start
     same: bool = eqx.field(static=True)
 
 
@@ -93,7 +93,7 @@ class Filter(eqx.Module):
 
 def _conditional(mean: Array, covariance: Array, i: int) -> tuple[Array, Array, Array, Array]:
     """The distribution of component i of a normal vector given the others: slopes, mean, standard deviation,
-    and the Cholesky factor of the others."""
+    and the Cholesky factor of the covariance of the others."""
     if len(mean) == 1:
         return jnp.zeros(0), mean[0], jnp.sqrt(covariance[0, 0]), jnp.zeros((0, 0))
     others = np.delete(np.arange(len(mean)), i)
@@ -142,7 +142,7 @@ class Kernel(eqx.Module):
 
     def _joint(self, source: Array, time: Array, dt: Array, wide: Array) -> Any:
         """The joint normal density: that of the observed components, times that of the hidden component given
-        these."""
+        them."""
         space, i = self.space, self.i
         euler = self.scheme == EULER
         others = np.delete(np.arange(len(source)), i)
@@ -252,7 +252,7 @@ class Steps(eqx.Module):
         return Kernel(self.space, self.mesh.component, self.mesh.scheme)
 
     def points(self, window: Window) -> Points:
-        """The nodes of a state with their weights."""
+        """The quadrature nodes of a state, with their weights."""
         m, i, d = self.mesh.size, self.mesh.component, len(window.at)
         z = jnp.broadcast_to(window.at, (m, d)).at[:, i].set(window.nodes)
         inside = jax.vmap(self.space.coordinates.is_inside)(z)
@@ -328,7 +328,8 @@ class Steps(eqx.Module):
         return joint - total, (log_ahead, joint - total, total)
 
     def back(self, later: Array, item: tuple) -> tuple[Array, Array]:
-        """The log-density of later values given each node, one step back."""
+        """Take one step backwards in time: compute the log-density of later values given each node of the
+        previous state, up to a constant."""
         start, end, row, time, dt = item
         every, kernels = self.stages(start, end, time, dt)
         left = later + self.own(every[-1], row, end.at)
@@ -364,7 +365,7 @@ def _log_sum(logs: Array) -> Array:
 
 
 def hidden_component(rows: Rows) -> int | None:
-    """The index of the only component of the state that may be unknown, or None if there are several."""
+    """The index of the only component of the state that may be hidden, or None if there are several."""
     free = np.asarray(~rows.fixed).any(axis=0)
     return int(np.argmax(free)) if free.sum() == 1 else None
 
@@ -419,8 +420,8 @@ def _mean(chance: Array, values: Array) -> Array:
 
 @functools.partial(jit, level=1)
 def _pilot(space: StateSpace, mesh: Mesh) -> tuple[Array, Array, Array]:
-    """Lower and upper end of the range of the states given all values, `(n,)` each, and whether the range
-    reaches an end of the window, `(n, 2)`."""
+    """Lower and upper ends of the ranges of the states given all values, `(n,)` each, and whether the ranges
+    reach the ends of the windows, `(n, 2)`."""
     found, logs = grid_smoother(space, mesh)
     share = jnp.cumsum(jnp.exp(logs), axis=1)
     spacing = (mesh.high - mesh.low) / mesh.size
@@ -450,7 +451,7 @@ def _deviations(space: StateSpace, mesh: Mesh, scheme: str) -> Array:
 
 
 def fitted_mesh(space: StateSpace, component: int, scheme: str, steps: int, guess: np.ndarray) -> Mesh:
-    """A mesh for the states of a series given all values; the search for it starts from wide windows around
+    """A mesh that covers the states given all values; the search for it starts from wide windows around
     `guess` `(n,)`."""
     low, high, size = _windows(space, component, scheme, steps, guess)
     return Mesh(jnp.asarray(low, float), jnp.asarray(high, float), component, size, steps, scheme)
@@ -460,7 +461,7 @@ def fitted_mesh(space: StateSpace, component: int, scheme: str, steps: int, gues
 def _windows(
     space: StateSpace, component: int, scheme: str, steps: int, guess: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Ends of the windows `(n,)`, and the number of nodes."""
+    """Lower and upper ends of the windows, `(n,)` each, and the number of nodes."""
     double = lambda leaf: jnp.asarray(np.asarray(leaf), float) if eqx.is_inexact_array(leaf) else leaf
     space, guess = jax.tree.map(double, space), np.asarray(guess, float)
     ends = space.coordinates.ends

@@ -57,7 +57,7 @@ def exact_step(rate: Array, drift: Array, later: Array, noise: Array, dt: Array)
     c, `noise` Q.
 
     The method is a Taylor series over dt/2ⁿ and n doublings, as in `linear_moments`, with time as an
-    additional component. Its loops compile in a third of the time.
+    additional component. Because of its loops, it compiles in a third of the time.
     """
     d = len(drift)
     wide = jnp.zeros((d + 1, d + 1)).at[:d, :d].set(rate).at[:d, d].set(later)
@@ -143,8 +143,8 @@ def is_affine(space: StateSpace) -> Array:
 
 
 def _normal_start(space: StateSpace) -> Normal | None:
-    """The distribution of the unknown components of the first state, if it is normal. Components that are
-    known or have a flat prior have zero variance."""
+    """The distribution of the unobserved components of the first state if it is normal, else None. Components
+    that are known or have a flat prior have zero variance."""
     start, u = space.start(), len(space.unknown)
     if start is None or not hasattr(start, "log_prob"):
         return Normal(jnp.zeros(u), jnp.zeros((u, u)))

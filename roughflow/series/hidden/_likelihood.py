@@ -1,4 +1,4 @@
-"""The likelihood of a partially observed series: Kalman filter, a grid or particles."""
+"""The likelihood of a partially observed series, by the Kalman filter, on a grid or by particles."""
 
 import dataclasses
 import functools
@@ -53,12 +53,12 @@ from ._state_space import STATIONARY, Estimated, Inputs, Rows, StateSpace, drive
 KALMAN, GRID, PARTICLES, LAPLACE = "kalman", "grid", "particles", "laplace"
 BY_PATHS = (PARTICLES, LAPLACE)  # methods that use the most likely states
 MAX_REFINEMENTS = 3  # maximum number of doublings of the steps between values
-# Error due to the steps between values, divided by the change when their number is doubled. This is exact for
+# Error due to the steps between values, divided by the change when their number is doubled: 2 is exact for
 # schemes of order one. The order is about one half where a hidden variance comes close to zero: Heston's
 # log-likelihood of 3,523 daily values is 11904.1, 11900.7 and 11899.0 with 1, 2 and 3 steps.
 LEFT_BY_STEPS = 2.0
 OUTSIDE = 1e-3  # a grid is replaced if its outermost nodes have a larger probability
-ZERO = 1e-3  # relative to its starting value, a parameter below this is called zero
+ZERO = 1e-3  # a parameter below this fraction of its starting value is reported as zero
 PROBES = 3  # number of values at which an observation density is checked
 PARTICLES_PER_PATH = 4  # relative to `Effort.num_paths`
 
@@ -78,7 +78,7 @@ class Observation(NamedTuple):
 
     @property
     def besides_noise(self) -> list[str]:
-        """Names of the arguments that are given, except measurement noise."""
+        """Names of all given arguments except `measurement_noise`."""
         return [name for name, part in self._asdict().items() if part is not None and name != NAME]
 
 
@@ -143,8 +143,8 @@ class HiddenSeries(eqx.Module):
         return self.with_mesh(_space(self, sde))
 
     def with_error(self, sde: Any) -> tuple[float, float]:
-        """The log-likelihood and its error, in nats: the error due to particles or nodes, and the error due
-        to the steps between values."""
+        """The log-likelihood and its error, in nats. The error combines that due to particles or grid nodes
+        and that due to the steps between values."""
         one = self.covering(sde)
         value, error = _with_error(one, sde)
         return float(value), float(np.hypot(error, one.moved(sde, value)))
@@ -160,13 +160,13 @@ class HiddenSeries(eqx.Module):
 
     @property
     def smooth(self) -> "HiddenSeries":
-        """Laplace's approximation in place of particles."""
-        few = Effort(self.effort.num_functions, 2, self.effort.num_steps)  # programs are shared
+        """The likelihood with Laplace's approximation in place of particles."""
+        few = Effort(self.effort.num_functions, 2, self.effort.num_steps)  # so that programs are shared
         return dataclasses.replace(self, method=LAPLACE, effort=few) if self.method == PARTICLES else self
 
     def parts(self, space: StateSpace) -> tuple[Array, Array]:
-        """The log-densities of all values given earlier values, or with particles those of all series, and
-        their standard errors."""
+        """The log-densities of all values given earlier values, and their standard errors. With particles or
+        Laplace's approximation, they are those of whole series."""
         if self.method == KALMAN:
             value = kalman_filter(linear_model(space), self.rows.fixed).log_prob
             return value, jnp.zeros_like(value)
@@ -188,7 +188,7 @@ class HiddenSeries(eqx.Module):
         return PARTICLES_PER_PATH * self.effort.num_paths
 
     def with_effort(self, effort: Effort) -> "HiddenSeries":
-        """The likelihood with another number of steps between values, or of particles."""
+        """The likelihood with other numbers of steps between values and of particles."""
         if self.mesh is not None:
             return dataclasses.replace(self, effort=effort, mesh=self.mesh.with_steps(effort.num_steps))
         assert self.setup is not None
@@ -203,7 +203,7 @@ class HiddenSeries(eqx.Module):
         return dataclasses.replace(blank, path=jnp.asarray(path), **parts)
 
     def with_mesh(self, space: StateSpace) -> "HiddenSeries":
-        """The likelihood with a grid for the states of this model."""
+        """The likelihood with a grid that is fitted to the states of this model."""
         scheme, steps = EXACT if self.exact else BRIDGE, self.effort.num_steps
         if self.steps is not None:
             scheme, steps = EULER, self.steps
@@ -214,7 +214,7 @@ class HiddenSeries(eqx.Module):
         return dataclasses.replace(self, mesh=mesh)
 
     def described(self) -> str:
-        """The method, in words."""
+        """A description of the method for the summary of a fit."""
         how = f"{REPLICATES} runs of {self.num_particles} guided particles"
         if self.method == KALMAN:
             how = "Kalman filter"
@@ -287,11 +287,12 @@ class _Total(eqx.Module):
         return jnp.where(jnp.isfinite(total), total, -jnp.inf)
 
 
-MAX_RECENT = 8  # number of scores that are remembered
+MAX_RECENT = 8  # maximum number of cached results
 
 
 class Recent(dict):
-    """Recent results, such as scores. All instances compare equal, because programs do not depend on them."""
+    """A cache of recent results, such as scores. All instances compare equal, because compiled programs do
+    not depend on them."""
 
     def add(self, place: Any, result: Any) -> None:
         if len(self) == MAX_RECENT:
@@ -325,8 +326,8 @@ class HiddenLikelihood(AbstractLikelihood):
         return self.of_sde.coordinates
 
     def scores(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Log-densities of all values `(n,)`, or with particles of all series, their gradients with respect
-        to the free parameters, `(n, p)`, and their errors."""
+        """Log-densities `(n,)` of all values, their gradients `(n, p)` with respect to the free parameters,
+        and their errors. With particles or Laplace's approximation, they are those of whole series."""
         if self.of_sde.method == PARTICLES:
             value, error = _value(dataclasses.replace(self, tilt=None), jnp.asarray(free, float))
             slopes = self.smooth.scores(free)[1]
@@ -342,11 +343,12 @@ class HiddenLikelihood(AbstractLikelihood):
         return value, slopes * scale, error
 
     def tilted(self, free: np.ndarray, root: np.ndarray) -> "HiddenLikelihood":
-        """Add to the gradient of Laplace's approximation that of its error, by differences.
+        """Correct the gradient of Laplace's approximation by that of its error, computed by finite
+        differences.
 
-        The error is computed by particles at points that differ by one standard error, in coordinates `root`
-        `(p, p)` in which the information is the identity. At the points of a Hadamard design, all components
-        of the gradient are estimated from all values (Plackett & Burman 1946).
+        The error is computed by particles at points one standard error from `free`. In the coordinates given
+        by the columns of `root` `(p, q)`, the information is the identity, and the points form a Hadamard
+        design, in which every point contributes to all components of the gradient (Plackett & Burman 1946).
         """
         p, smooth = root.shape[1], self.smooth
         design = scipy.linalg.hadamard(2 ** int(np.ceil(np.log2(p + 1))))[:, 1 : p + 1] / np.sqrt(p)
@@ -360,8 +362,8 @@ class HiddenLikelihood(AbstractLikelihood):
         return float(_value(dataclasses.replace(self, tilt=None), jnp.asarray(free, float))[0].sum())
 
     def information(self, free: np.ndarray) -> np.ndarray:
-        """The information by differences of the gradient; for particles, whose gradient is not smooth, that
-        of Laplace's approximation."""
+        """The information, by finite differences of the gradient; for particles, whose likelihood is not
+        smooth, that of Laplace's approximation."""
         return information_by_differences(self.smooth, free)
 
     def quick_information(self, free: np.ndarray) -> np.ndarray:
@@ -374,8 +376,8 @@ class HiddenLikelihood(AbstractLikelihood):
         return 0.5 * (np.array(rows) + np.array(rows).T)
 
     def total_errors(self, free: np.ndarray) -> tuple[float, float]:
-        """Two errors of the log-likelihood: that of the particles or of the nodes of the grid, and that of
-        the time step, which for particles is that of Laplace's approximation."""
+        """Two errors of the log-likelihood: one due to particles or grid nodes, and one due to the time step,
+        which for particles is that of Laplace's approximation."""
         values, _, errors = self.scores(free)
         drawn, moved, smooth = float(np.linalg.norm(errors)), 0.0, self.smooth
         here = float((values if smooth is self else smooth.scores(free)[0]).sum())
@@ -406,7 +408,7 @@ class HiddenLikelihood(AbstractLikelihood):
         return dataclasses.replace(self.of_sde, **given)
 
     def smoothed(self, free: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """States given all values, and their standard deviations."""
+        """Means and standard deviations of the states given all values, at the times of the series."""
         if self.of_sde.mesh is not None:
             smoothed, _ = _on_grid(self, jnp.asarray(free, float), True)
             return self._given(*smoothed)
@@ -419,7 +421,7 @@ class HiddenLikelihood(AbstractLikelihood):
         return path, deviation
 
     def _vanishing(self, free: np.ndarray) -> str:
-        """The positive parameter that is the smallest relative to its starting value."""
+        """The name of the positive parameter that is smallest relative to its starting value."""
         found, start = self.parameters.from_free(jnp.asarray(free, float)), self.parameters.template
         ratio = np.asarray(found) / self.parameters.values(start)
         positive = np.array([domain == POSITIVE for domain in self.parameters.domains])
@@ -427,7 +429,7 @@ class HiddenLikelihood(AbstractLikelihood):
         return self.parameters.names[int(np.argmin(ratio))] if ratio.min() < ZERO else "a noise parameter"
 
     def filtered(self, free: np.ndarray, key: PRNGKeyArray) -> tuple[np.ndarray, np.ndarray]:
-        """States given the values so far, and their standard deviations."""
+        """Means and standard deviations of the states given the values so far, at the times of the series."""
         if self.of_sde.method == KALMAN:
             _, mean, deviation = _kalman_filtered(self, jnp.asarray(free, float))
             return np.asarray(mean), np.asarray(deviation)
@@ -436,8 +438,8 @@ class HiddenLikelihood(AbstractLikelihood):
         return self._given(*self._particles(free, key)[1])
 
     def _given(self, mean: Array, deviation: Array) -> tuple[np.ndarray, np.ndarray]:
-        """States at the times of the series; NaN at times without values, for which the filter has no
-        state."""
+        """Select the means and standard deviations at the times of the series; NaN at times without values,
+        for which the filter has no state."""
         given = np.asarray(self.of_sde.rows.given)
         shown = lambda one: np.where(given[:, None] < 0, np.nan, np.asarray(one)[given])
         return shown(mean), shown(deviation)
@@ -446,8 +448,8 @@ class HiddenLikelihood(AbstractLikelihood):
         return _filter(self, jnp.asarray(free, float), key, _column(self.of_sde.rows))
 
     def residuals(self, free: np.ndarray, key: PRNGKeyArray) -> np.ndarray:
-        """The probability of a value below the observed one given earlier values, for all values but the
-        first."""
+        """For each value but the first of a series, the probability of a smaller value given earlier
+        values."""
         rows, column = self.of_sde.rows, _column(self.of_sde.rows)
         if not self.of_sde.observe and np.asarray(rows.seen).any(axis=0).sum() > 1:
             raise ValueError(
@@ -466,7 +468,7 @@ class HiddenLikelihood(AbstractLikelihood):
         else:
             uniform = np.asarray(self._particles(free, key)[0].uniform)[shown]
         if np.isnan(uniform).all():
-            raise ValueError("residuals require an observation density with cdf")
+            raise ValueError("residuals require that observe returns a distribution with cdf")
         least = 0.5 / (FILTER_PARTICLES + 1) if self.of_sde.method in BY_PATHS else 1e-15
         return np.clip(uniform[np.isfinite(uniform)], least, 1 - least)
 
@@ -502,8 +504,8 @@ class HiddenLikelihood(AbstractLikelihood):
 
     @property
     def smooth(self) -> "HiddenLikelihood":
-        """The Laplace approximation in place of a particle filter, whose log-likelihood is not smooth in the
-        parameters."""
+        """The likelihood with Laplace's approximation in place of a particle filter, whose log-likelihood is
+        not smooth in the parameters."""
         of_sde = self.of_sde.smooth
         return self if of_sde is self.of_sde else dataclasses.replace(self, of_sde=of_sde, tilt=None)
 
@@ -517,7 +519,7 @@ class HiddenLikelihood(AbstractLikelihood):
         return dataclasses.replace(self, of_sde=of_sde)
 
     def moved_to(self, free: np.ndarray) -> "HiddenLikelihood":
-        """The likelihood with a grid for the states at these parameters."""
+        """The likelihood with a grid that is fitted to the states at these parameters."""
         if self.of_sde.method != GRID:
             return self
         of_sde = self.of_sde.with_mesh(self.space(jnp.asarray(free, float)))
@@ -545,8 +547,8 @@ def _scores(likelihood: HiddenLikelihood, free: Array) -> tuple[Array, Array, Ar
 def _on_grid(
     likelihood: HiddenLikelihood, free: Array, smoothed: bool
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Means and standard deviations `(n, d)` of all states given the values so far, or all values; and the
-    coordinates of the nodes `(n, m, d)` with their log-probabilities `(n, m)`."""
+    """Means and standard deviations `(n, d)` of all states given the values so far or, if `smoothed` is true,
+    given all values; and the coordinates of the nodes `(n, m, d)` with their log-probabilities `(n, m)`."""
     space, mesh = likelihood.space(free), likelihood.of_sde.mesh
     assert mesh is not None
     found, logs = grid_smoother(space, mesh) if smoothed else (grid_filter(space, mesh), None)
@@ -574,7 +576,8 @@ def _smoothed(likelihood: HiddenLikelihood, free: Array) -> tuple[Array, Array]:
 
 
 def _in_states(space: StateSpace, path: Array, variances: Array, given: np.ndarray) -> tuple[Array, Array]:
-    """States and their standard deviations from coordinates and their covariances."""
+    """Convert coordinates and their covariances to states and their standard deviations, at the times of the
+    series."""
     x = jax.vmap(space.coordinates.to_state)(path)
     slopes = jax.vmap(space.slopes)(x)
     deviations = jnp.sqrt(jnp.diagonal(variances, axis1=1, axis2=2)) / slopes
@@ -583,7 +586,8 @@ def _in_states(space: StateSpace, path: Array, variances: Array, given: np.ndarr
 
 @functools.partial(jit, level=1)
 def _kalman_filtered(likelihood: HiddenLikelihood, free: Array) -> tuple[Filtered, Array, Array]:
-    """The Kalman filter of a linear model, and its states at the times of the series."""
+    """The Kalman filter of a linear model, and the means and standard deviations of the states at the times
+    of the series."""
     space = likelihood.space(free)
     found = kalman_filter(linear_model(space), space.rows.fixed)
     return found, *_in_states(space, found.mean, found.covariance, likelihood.of_sde.rows.given)
@@ -675,7 +679,7 @@ class Setup:
         return found
 
     def made(self, effort: Effort, method: str) -> HiddenSeries:
-        """The likelihood by one method."""
+        """The likelihood computed by the given method."""
         blank = self.blank(effort, method)
         if method == KALMAN:
             return blank
@@ -706,7 +710,7 @@ class Setup:
         return _typical(self.coordinates, self._dimension, self.series, self.observation.observe is not None)
 
     def _extras(self, of_sde: HiddenSeries) -> dict[str, Any]:
-        """The parameters that are estimated besides those of the SDE."""
+        """The parameters that are estimated in addition to those of the SDE."""
         parts = {"observe": self.observation.observe, "initial": self.observation.initial}
         own = {
             name: part
@@ -716,16 +720,14 @@ class Setup:
         return {NAME: of_sde.noise} | own
 
     def blank(self, effort: Effort, method: str) -> HiddenSeries:
-        """The likelihood by one method, without a path or a mesh."""
+        """The likelihood for the given method, with a path of zeros and without a mesh."""
         series, observation, d, inputs = self.series, self.observation, self._dimension, self._inputs
         observe, columns = observation.observe, series[0].values.shape[1]
         noise, errors = check_noise(observation.measurement_noise, series)
         if observe is not None:
             check_callable("observe", observe, "(t, x) -> a distribution with log_prob")
             if observation.measurement_noise is not None:
-                raise ValueError(
-                    "observe describes the errors of the values, so measurement_noise must not be given"
-                )
+                raise ValueError("observe already describes the errors of the values: omit measurement_noise")
         noisy = noise is not None or errors is not None
         known = _is_known(self.sde, observation.initial)
         plain = observe is None and not noisy
@@ -793,7 +795,7 @@ def _without_empty(series: Sequence[Observed]) -> list[Observed]:
 
 
 def _check_observe(space: StateSpace, at: np.ndarray) -> None:
-    """Raise an error if the observation density is NaN at a typical state."""
+    """Raise an error if `observe` does not return a valid log-density at a typical state."""
     assert space.observe is not None
     seen = np.asarray(space.rows.seen).any(axis=1)
     for row in np.unique(np.linspace(0, seen.sum() - 1, PROBES).astype(int)):
@@ -826,7 +828,7 @@ def _check_coordinates(coordinates: AbstractCoordinates, at: Array) -> None:
 
 
 def _is_observed(space: StateSpace, component: int) -> bool:
-    """Whether a component of the state is a column of the values at one time or more."""
+    """Whether a component of the state is observed at one time or more."""
     seen = np.atleast_1d(np.asarray(space.rows.seen).any(axis=0))
     return space.observe is None and component < len(seen) and bool(seen[component])
 
@@ -878,7 +880,7 @@ def _typical(
 
 
 def _safe(coordinates: AbstractCoordinates, d: int) -> np.ndarray:
-    """A state moved inside the state space, if necessary."""
+    """A state inside the state space whose components are 0, 1 or ½."""
     for guess in (0.0, 1.0, 0.5):
         if bool(coordinates.contains(jnp.full(d, guess))):
             return np.full(d, guess)
@@ -908,7 +910,8 @@ def _inputs(inputs: Any, series: Sequence[Observed]) -> Callable | None:
 
 
 def check_noise(noise: Any, series: Sequence[Observed]) -> tuple[Array | None, list[np.ndarray] | None]:
-    """Starting values of the measurement noise `()` or `(c,)`, or known standard deviations of all values."""
+    """Return starting values `()` or `(c,)` of the measurement noise, and known standard deviations of all
+    values; at most one of them is not None."""
     if noise is None:
         return None, None
     dimension = series[0].values.shape[1]
@@ -946,7 +949,8 @@ def _joined(
     coordinates: AbstractCoordinates,
     of_sde: HiddenSeries,
 ) -> tuple[Parameters, int]:
-    """The parameters of an SDE, followed by those of the observations and the first state."""
+    """The parameters of an SDE, followed by those of the observations and the first state, and the number of
+    the latter."""
     joined, added = (parameters.template, extras), 0
     names, kinds, entries = parameters.names, parameters.domains, parameters.entries
     leaf = len(jax.tree.leaves(parameters.template))
@@ -975,7 +979,7 @@ def _joined(
 
 
 def _range(coordinates: AbstractCoordinates, of_sde: HiddenSeries, i: int) -> Domain:
-    """The range of a component of the state."""
+    """The domain of component i of the state."""
     d = of_sde.path.shape[1]
     inside = lambda value: bool(
         coordinates.contains(jnp.asarray(np.where(np.arange(d) == i, value, _safe(coordinates, d))))

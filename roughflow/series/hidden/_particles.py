@@ -27,7 +27,8 @@ class Chain(eqx.Module):
 
     @staticmethod
     def of(diagonal: Array, below: Array) -> "Chain":
-        """Factorise a precision given by its blocks, `(n, d, d)` each; NaN if it is not positive definite."""
+        """Factorise a precision matrix given by its blocks, `(n, d, d)` each; NaN if it is not positive
+        definite."""
 
         def state(carried: Array, blocks: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
             own, next_ = blocks
@@ -39,8 +40,8 @@ class Chain(eqx.Module):
 
     @staticmethod
     def of_free(diagonal: Array, below: Array, free: Array) -> "Chain":
-        """The blocks of a precision in which components that are not `free` `(n, d)` are replaced by
-        independent ones."""
+        """Factorise a precision matrix in which the components outside the mask `free` `(n, d)` are replaced
+        by independent ones of variance 1."""
         mask = free.astype(diagonal.dtype)
         later = jnp.roll(mask, -1, axis=0)
         own = diagonal * mask[:, :, None] * mask[:, None] + jax.vmap(jnp.diag)(1 - mask)
@@ -61,7 +62,8 @@ class Chain(eqx.Module):
         return jax.lax.scan(state, jnp.zeros_like(right[0]), (self.diagonal, self.below, right))[1]
 
     def backward(self, right: Array) -> Array:
-        """L⁻ᵀ times `right` `(n, d, k)`, which maps standard normal numbers to draws."""
+        """L⁻ᵀ times `right` `(n, d, k)`, which maps standard normal draws to draws with this precision
+        matrix."""
 
         def state(later: Array, now: tuple[Array, Array, Array]) -> tuple[Array, Array]:
             factor, tie, own = now
@@ -98,7 +100,7 @@ class Expansion(eqx.Module):
     """Second-order expansion of the joint log-density around a sequence of states, as a sum of local terms.
 
     Derivatives of transitions are central differences: nested derivatives of a transition take ten times as
-    long to compile, and errors of the mode or of the width of the draws do not bias the likelihood.
+    long to compile, and errors in the mode or in the width of the draws do not bias the likelihood.
     """
 
     path: Array  # (n, d)
@@ -143,7 +145,8 @@ class Expansion(eqx.Module):
         return jnp.where(space.rows.fixed, 0, slope)
 
     def chain(self, space: StateSpace, damping: Array | None = None) -> Chain:
-        """The Cholesky factor of the negative Hessian; with damping, of a positive definite matrix."""
+        """The Cholesky factor of the negative Hessian; if `damping` is positive, that of a positive definite
+        approximation of it."""
         i, d = space.rows.before, self.path.shape[1]
         own, ties = self.bends, self.tie_bends
         if damping is not None:
@@ -157,7 +160,7 @@ class Expansion(eqx.Module):
 
 
 def _concave(*bends: Array) -> tuple[Array, ...]:
-    """Hessians `(n, k, k)` without their positive eigenvalues."""
+    """Hessians `(n, k, k)` with their positive eigenvalues replaced by zero."""
     return tuple(-jax.vmap(positive_part)(-bend) for bend in bends)
 
 
@@ -169,7 +172,7 @@ def observations(space: StateSpace) -> tuple:
 
 
 def _moves(size: Array) -> Array:
-    """The points `(1 + n + n², n)` of central differences: none, one or two coordinates are moved."""
+    """The displacements `(1 + n + n², n)` for central differences, in none, one or two coordinates."""
     rows, columns = np.triu_indices(size.size, 1)
     one = jnp.diag(size)
     two = one[rows] + one[columns]
@@ -177,8 +180,8 @@ def _moves(size: Array) -> Array:
 
 
 def differences(table: Array, size: Array) -> tuple[Array, Array, Array]:
-    """Value, gradient and Hessian of a function of two points, by central differences, from its values at all
-    pairs of `_moves`."""
+    """Value, gradient and Hessian of a function of two points, by central differences. `table` contains its
+    values at all pairs of `_moves`."""
     n = size.size
     rows, columns = np.triu_indices(n, 1)
 
@@ -208,9 +211,9 @@ def _second(function: Callable[[Array], Array], at: Array) -> tuple[Array, Array
     return value, slope, bend
 
 
-UPDATES = 8  # number of Newton steps for the update of a filter by one value
+UPDATES = 8  # number of Newton steps when a filter is updated with one value
 LONGEST_UPDATE = 2.0  # maximum length of such a step, in standard deviations
-# Width of the prior of the first state around a typical state, as a number of steps of the SDE.
+# Maximum variance of the prior of the first state around a typical state, relative to that of one step.
 FIRST_STEPS = 1000
 
 
@@ -287,7 +290,7 @@ class Search(eqx.Module):
 
     @staticmethod
     def mode(space: StateSpace, start: Array) -> "Search":
-        """The search from a sequence of coordinates `(n, d)`."""
+        """Search for the mode, from a sequence of coordinates `(n, d)`."""
         shapes = eqx.filter_eval_shape(lambda: Expansion.at(space, start))
         # A point outside the state space, with value −inf.
         nowhere = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
@@ -335,18 +338,18 @@ def expansion_at_mode(space: StateSpace, start: Array) -> tuple[Expansion, Array
 
 
 def laplace_log_likelihood(space: StateSpace, mode: Expansion) -> Array:
-    """Laplace's approximation of the log-likelihood of each series, `(count,)`."""
+    """Laplace's approximation of the log-likelihoods of all series."""
     rows, free = space.rows, jnp.sum(~space.rows.fixed, axis=1)
     own = mode.values - mode.chain(space).half_log_det() + 0.5 * jnp.log(2 * jnp.pi) * free
     own = own.at[rows.before].add(mode.steps)
     return by_series(rows, own)
 
 
-MOST_TOGETHER = 2**22  # maximum number of particles of all states of runs at the same time
-REPLICATES = 8  # independent runs of the particles, for their standard error
-PARTICLES = 2048
-FIRST_WIDTH = 1.1  # width of the draws of the first state, in standard deviations given all values
-EVEN = 0.5  # particles are resampled if their effective share is below this
+MAX_TOGETHER = 2**22  # runs with more particles in total, summed over states, follow one after the other
+REPLICATES = 8  # number of independent runs, from which the standard error is estimated
+PARTICLES = 2048  # number of particles for filtered states and residuals
+FIRST_WIDTH = 1.1  # standard deviation of draws of the first state, relative to that given all values
+EVEN = 0.5  # particles are resampled if the fraction of effective ones is below this
 
 
 def _single(array: Array) -> bool:
@@ -395,7 +398,7 @@ class Guide(eqx.Module):
 
 
 class Cloud(eqx.Module):
-    """Particles of all states, their log-weights, and the indices of their ancestors; the log-density of each
+    """Particles at all states, their log-weights, and the indices of their ancestors; the log-density of each
     value given earlier values; and the probability of a smaller value."""
 
     z: Array  # (n, K, d)
@@ -406,9 +409,9 @@ class Cloud(eqx.Module):
 
 
 class Guided(eqx.Module):
-    """Particles that move from the first state to the last, with normal proposals: the density of the next
-    state of the SDE, times the guide (twisted particle filters, Guarniero, Johansen & Lee 2017). For a linear
-    model all weights are equal."""
+    """A particle filter with normal proposals, which are proportional to the density of the next state of the
+    SDE times the guide (twisted particle filters, Guarniero, Johansen & Lee 2017). For a linear model all
+    weights are equal."""
 
     space: StateSpace
     mode: Expansion
@@ -418,7 +421,8 @@ class Guided(eqx.Module):
     column: int | None = eqx.field(static=True, default=None)
 
     def draw(self, normal: Normal, at: Array, fixed: Array, guide: tuple, white: Array) -> tuple:
-        """A draw given the known components, from standard normal numbers, and its log-density."""
+        """A draw from the proposal given the known components, computed from standard normal draws `white`,
+        and its log-density."""
         centre, slope, bend = guide
         unit = jnp.eye(len(at))
         mean, covariance = _given(normal, at, fixed)
@@ -461,7 +465,7 @@ class Guided(eqx.Module):
         z, weight, uniform = jax.vmap(lambda *one: self.move(one[0], one[1], one[2], tuple(given)))(
             z, white, keys
         )
-        # The probability of a smaller value is averaged with the weights before the observed value.
+        # The probability of a smaller value is averaged with the weights from before the observed value.
         share = jnp.where(jnp.isnan(uniform), 0, jnp.exp(log_w))
         uniform = jnp.sum(jnp.where(share > 0, share * uniform, 0)) / jnp.sum(share)
         weight = weight + jnp.where(given[0][5], 0, log_w)
@@ -486,7 +490,7 @@ class Guided(eqx.Module):
 def guided_log_likelihood(
     space: StateSpace, mode: Expansion, key: PRNGKeyArray, count: int
 ) -> tuple[Array, Array]:
-    """The log-likelihood of each series and its standard error, `(count,)` each, by guided particles."""
+    """The log-likelihoods of all series and their standard errors, by runs of `count` guided particles."""
     guided = Guided(space, mode, Guide.of(space, mode, True), count)
     run = lambda key: by_series(space.rows, guided.run(key).log_prob)
     logs = _replicated(run, key, mode.path, count)
@@ -495,8 +499,8 @@ def guided_log_likelihood(
 
 
 def _replicated(run: Callable[[PRNGKeyArray], Any], key: PRNGKeyArray, path: Array, count: int) -> Any:
-    """Independent runs, one after the other if they need much memory."""
-    together = len(path) * count * REPLICATES <= MOST_TOGETHER
+    """The results of independent runs, which follow one after the other if they need much memory."""
+    together = len(path) * count * REPLICATES <= MAX_TOGETHER
     return jax.lax.map(run, jax.random.split(key, REPLICATES), batch_size=REPLICATES if together else 1)
 
 
@@ -535,8 +539,8 @@ def smoothed_by_particles(
 
 
 def incoming(space: StateSpace) -> tuple[Array, Array]:
-    """Start and length `(n,)` of the transition into each state. The first state of a series is assigned
-    those of an arbitrary transition."""
+    """Start times and durations `(n,)` of the transitions into all states. The first state of a series is
+    assigned those of an arbitrary transition."""
     link = jnp.clip(jnp.cumsum(~space.rows.first) - 1, 0)
     return space.rows.times[space.rows.before][link], space.rows.dt[link]
 
@@ -547,10 +551,11 @@ def _quadratic(z: Array, centre: Array, slope: Array, bend: Array) -> Array:
 
 
 def _given(normal: Normal, at: Array, fixed: Array) -> tuple[Array, Array]:
-    """The mean and covariance of a normal vector given its components in a mask."""
+    """The mean and covariance of a normal vector given that its components in the mask `fixed` have the
+    values in `at`."""
     mask = fixed.astype(at.dtype)
     inner = mask[:, None] * mask[None] * normal.covariance + jnp.diag(1 - mask)
-    # Known components of the first state may have zero variance; they change nothing.
+    # Known components of the first state may have zero variance; they contain no information.
     inner = inner + jnp.diag(jnp.where(jnp.diag(inner) > 0, 0.0, 1.0))
     factor = cholesky(inner)
     half = solve_lower(factor, mask[:, None] * normal.covariance)

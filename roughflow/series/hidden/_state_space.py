@@ -28,7 +28,8 @@ CLAMPED = 400  # number of steps towards the equilibrium of the hidden component
 
 
 class Inputs(eqx.Module):
-    """Inputs u(t) `(m,)` from a table: constant from one time to the next, or interpolated.
+    """Inputs u(t) `(m,)` from a table: constant from one time to the next or, with `held=False`, interpolated
+    linearly.
 
     ```python
     import numpy as np
@@ -39,7 +40,7 @@ class Inputs(eqx.Module):
     ```
     """
 
-    times: Array | np.ndarray  # (K,); the method `since` converts dates to numbers
+    times: Array | np.ndarray  # (K,); the method `since` converts dates to years
     columns: Array  # (K, m)
     held: bool = eqx.field(static=True, default=True)
 
@@ -59,25 +60,26 @@ class Inputs(eqx.Module):
         return jax.vmap(lambda column: jnp.interp(t, self.times, column), in_axes=1)(self.columns)
 
     def since(self, series: Sequence[Observed]) -> "Inputs":
-        """The inputs with times as numbers, like those of the series."""
+        """The inputs with their times converted to floats, on the time scale of the series."""
         return Inputs(jnp.asarray(self.numbers(series), float), self.columns, self.held)
 
     def numbers(self, series: Sequence[Observed]) -> np.ndarray:
-        """The times as numbers, like those of the series. Raise an error if they do not cover the series."""
+        """The times as floats, on the time scale of the series. Raise an error if they do not cover the
+        series."""
         times = Times.of(self.times).since(series[0].origin)
         if not np.isfinite(np.asarray(self.columns)).all() or not (np.diff(times) > 0).all():
-            raise ValueError("inputs must be finite and their times increasing")
-        last = max(one.times[-1] for one in series)
-        if times[0] > min(one.times[0] for one in series) or times[-1] < last:
+            raise ValueError("inputs must be finite, and their times must increase")
+        first, last = min(one.times[0] for one in series), max(one.times[-1] for one in series)
+        if times[0] > first or times[-1] < last:
             raise ValueError(
                 f"inputs must cover the series: they are given from time {times[0]:g} to {times[-1]:g}, "
-                f"but the series ends at {last:g}"
+                f"but must be given from {first:g} to {last:g}"
             )
         return times
 
     @staticmethod
     def of(inputs: Any) -> Any:
-        """Inputs given as a tuple or as `Inputs`, or a function of time."""
+        """Convert a tuple to `Inputs`; return `Inputs` or a function of time unchanged."""
         if isinstance(inputs, tuple):
             return Inputs(*inputs)
         if not isinstance(inputs, Inputs):
@@ -99,7 +101,7 @@ class Driven(AbstractItoSDE):
 
 
 def driven_by(sde: Any, inputs: Callable[[Array], Array]) -> Driven:
-    """An SDE with inputs."""
+    """The SDE driven by the inputs u(t)."""
     return Driven(sde=sde, inputs=inputs)  # pyright: ignore[reportCallIssue]
 
 
@@ -143,8 +145,8 @@ class StateSpace(eqx.Module):
 
     `observe` maps a time and a state to the distribution of a value. Without `observe`, values are components
     of the state; if `noise` is not None, they have normal errors with that standard deviation. `initial`
-    describes the components `unknown` of the first state: None (flat), values, a distribution, or a function
-    of the SDE.
+    describes the unobserved components of the first state, whose indices are `unknown`: None (a flat prior),
+    values, a distribution, or a function of the SDE.
     """
 
     sde: AbstractSDE
@@ -158,7 +160,8 @@ class StateSpace(eqx.Module):
     euler: bool = eqx.field(static=True)
 
     def start(self) -> Any:
-        """The unknown components of the first state: None, values `(u,)`, or a distribution."""
+        """The unobserved components of the first state: None (a flat prior), values `(u,)`, or a
+        distribution."""
         found = self.initial
         if isinstance(found, str):
             inner = self.sde.sde if isinstance(self.sde, Driven) else self.sde
@@ -174,7 +177,7 @@ class StateSpace(eqx.Module):
         return jnp.broadcast_to(self.noise, self.rows.values.shape)
 
     def pinned(self, path: Array) -> Array:
-        """A sequence of coordinates `(n, d)` in which known components are set to their known values."""
+        """The sequence of coordinates `path` `(n, d)` with known components set to their known values."""
         (n, d), rows = path.shape, self.rows
         x = jax.vmap(self.coordinates.to_state)(path)
         known = rows.values if self.observe is None else jnp.zeros((n, 0))
@@ -191,13 +194,13 @@ class StateSpace(eqx.Module):
     def observation(
         self, z: Array, time: Array, value: Array, seen: Array, fixed: Array, error: Array, first: Array
     ) -> Array:
-        """Log-density of one value given the coordinates of its state, plus the log prior of a first
-        state."""
+        """Log-density of one value given the coordinates of its state. If the state is the first of a series,
+        its log prior is added."""
         x = self.coordinates.to_state(z)
         if self.observe is not None:
             drawn = self.observe(time, x)
             found = drawn.log_prob(jnp.where(seen, value, 1.0))
-            # The joint log-density of all values at a time is one number.
+            # `log_prob` may also return the joint log-density of all values at a time.
             there = seen if found.shape == seen.shape else jnp.all(seen)
             terms = jnp.sum(jnp.where(there, found, 0.0))
         else:
@@ -234,14 +237,14 @@ class StateSpace(eqx.Module):
         return slope * drift + 0.5 * bend * jnp.sum(sigma**2, axis=1), slope[:, None] * sigma
 
     def step(self, z: Array, time: Array, dt: Array) -> Normal:
-        """A normal approximation of the state in coordinates a short time later, with the noise evaluated at
-        `z`.
+        """A normal approximation, in coordinates, of the distribution of the state a short time dt after `z`.
+        The noise is evaluated at `z`.
 
-        The state is m + Σ cⱼ fⱼ with standard normal coefficients cⱼ of the noise in Legendre polynomials of
-        degrees 0 and 1. The drift is replaced by its best linear approximation, on average over each cⱼ.
-        Gauss–Hermite quadrature with three nodes computes this approximation. The resulting ODE for m and fⱼ
-        is solved by a Runge–Kutta method. For a linear SDE the mean and the covariance are exact up to
-        O(dt⁵).
+        The state is m + Σ cⱼ fⱼ, where the standard normal variables cⱼ are the coefficients of the noise in
+        the Legendre polynomials of degrees 0 and 1. The drift is replaced by its best linear approximation,
+        on average over each cⱼ, which is computed by Gauss–Hermite quadrature with three nodes. The resulting
+        ODE for m and fⱼ is solved by a Runge–Kutta method. For a linear SDE the mean and the covariance are
+        exact up to O(dt⁵).
         """
         sigma = self.fields(time + 0.5 * dt, z)[1].T
         h, unit = dt / SUBSTEPS, sigma / jnp.sqrt(dt)
@@ -270,8 +273,8 @@ class StateSpace(eqx.Module):
         return Normal(mean, parts.T @ parts)
 
     def _inwards(self, z: Array, moves: Array) -> Array:
-        """Moves `(k, d)` from z that are shortened such that none covers more than half of the way to an end
-        of the coordinates, where the drift may be infinite."""
+        """Shorten moves `(k, d)` from z so that none covers more than half the distance to an end of the
+        coordinates, where the drift may be infinite."""
         low, high = np.broadcast_to(np.array(self.coordinates.ends), (len(z), 2)).T
         if not np.isfinite([low, high]).any():
             return moves
@@ -279,14 +282,15 @@ class StateSpace(eqx.Module):
         return jnp.clip(moves, -room[None], room[None])
 
     def euler_step(self, z: Array, time: Array, dt: Array) -> Normal:
-        """The state (not its coordinates) after an Euler step."""
+        """The distribution of the state (not of its coordinates) after an Euler step."""
         plain = dataclasses.replace(self, coordinates=Unchanged())
         x = self.coordinates.to_state(z)
         drift, sigma = plain.fields(time, x)
         return Normal(x + dt * drift, dt * sigma @ sigma.T)
 
     def kernel(self, z: Array, time: Array, dt: Array) -> AbstractDistribution | None:
-        """The distribution of the next state in closed form, or None."""
+        """The distribution of the next state by an Euler step, in closed form, or by the short-time
+        approximation of a named SDE; None if there is none of these."""
         x = self.coordinates.to_state(z)
         if self.euler:
             return self.euler_step(z, time, dt)
@@ -295,15 +299,15 @@ class StateSpace(eqx.Module):
         return self.sde.short_transition(x, dt) if isinstance(self.sde, AbstractNamedSDE) else None
 
     def normal(self, z: Array, time: Array, dt: Array) -> Normal:
-        """A normal approximation of the next state in coordinates."""
+        """A normal approximation of the distribution of the next state, in coordinates."""
         known = self.kernel(z, time, dt)
         if isinstance(known, Normal) and isinstance(self.coordinates, Unchanged):
             return known
         return known.normal if isinstance(known, Transformed) else self.step(z, time, dt)
 
     def transition_from(self, z: Array, time: Array, dt: Array) -> Callable[[Array, Array], Array]:
-        """The log-density of the next state as a function of its coordinates and of `fixed`, with respect to
-        coordinates for hidden components and to the state for fixed components."""
+        """The log-density of the next state, as a function of its coordinates and of the mask `fixed`. It is
+        a density of the coordinates for hidden components, and of the state for fixed components."""
         known = self.kernel(z, time, dt)
         if known is None or isinstance(known, Transformed):
             normal = self.step(z, time, dt) if known is None else known.normal
@@ -311,11 +315,11 @@ class StateSpace(eqx.Module):
         return lambda end, fixed: known.log_prob(self.coordinates.to_state(end)) - self._volume(end, ~fixed)
 
     def _volume(self, z: Array, some: Array) -> Array:
-        """The logarithm of the volume of coordinates per volume of the state, for some components."""
+        """Σ log |dz/dx| over the components in the mask `some`."""
         return jnp.sum(jnp.where(some, jnp.log(self.slopes(self.coordinates.to_state(z))), 0))
 
     def transition(self, start: Array, end: Array, time: Array, dt: Array, fixed: Array) -> Array:
-        """Log-density of a transition."""
+        """Log-density of the transition from `start` to `end`."""
         return self.transition_from(start, time, dt)(end, fixed)
 
     def widths(self, z: Array, time: Array, dt: Array) -> Array:
@@ -325,7 +329,7 @@ class StateSpace(eqx.Module):
         return jax.lax.stop_gradient(jnp.where(spread > 0, spread, 1e-6))
 
     def sample(self, z: Array, time: Array, dt: Array, key: Any) -> Array:
-        """A draw of the next state in coordinates."""
+        """Draw the next state, in coordinates."""
         known = self.kernel(z, time, dt)
         if known is not None:
             return self.coordinates.from_state(known.sample(key))
@@ -333,7 +337,7 @@ class StateSpace(eqx.Module):
 
 
 def stationary(sde: Any, fields: Callable, d: int, unknown: tuple[int, ...]) -> Any:
-    """The stationary distribution of the unknown components of an SDE."""
+    """The stationary distribution of the components of an SDE whose indices are `unknown`."""
     own = sde.stationary(unknown) if isinstance(sde, AbstractNamedSDE) else None
     if own is not None:
         return own
@@ -363,7 +367,7 @@ def rows_of(
     num_steps: int,
     euler_steps: int | None = None,
 ) -> Rows:
-    """The states of all series: at their times, at the knots, and at additional times, such that there are
+    """Place the states of all series at their times, at the knots, and at additional times, so that there are
     `num_steps` steps per median time step, or `euler_steps` steps from each value to the next."""
     parts = [_inserted(one.times, knots, num_steps, euler_steps) for one in series]
     sizes = [len(times) for times, _ in parts]
@@ -404,7 +408,8 @@ def rows_of(
 def _inserted(
     times: np.ndarray, knots: np.ndarray, num_steps: int, euler_steps: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The given times with additional times between them, and the indices of the given times."""
+    """Insert additional times between the given times. Return all times, and the indices of the given
+    times."""
     base = np.union1d(times, knots[(knots > times[0]) & (knots < times[-1])])
     gaps = np.diff(base)
     counts = np.ones(len(gaps), int) if euler_steps is None else np.full(len(gaps), euler_steps)

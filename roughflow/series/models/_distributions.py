@@ -15,8 +15,8 @@ from ..._linear import cholesky, solve_lower
 from ...transition import AbstractCoordinates
 from .._parameters import POSITIVE
 
-SERIES_TERMS = 112  # terms of the power series
-DEBYE_TERMS = 8  # terms of the asymptotic expansion
+SERIES_TERMS = 112  # number of terms of the power series
+DEBYE_TERMS = 8  # number of terms of the asymptotic expansion
 LARGE_ARGUMENT = 80.0  # for larger arguments, the error of the asymptotic expansion is below 1e-13
 
 
@@ -32,7 +32,8 @@ def log_bessel_ie(order: Array, z: Array) -> Array:
 
 @log_bessel_ie.defjvp
 def _log_bessel_ie_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    """Two derivatives, however many directions there are; also in reverse mode, despite the loop."""
+    """Compute both partial derivatives once for all tangents, which also supports reverse mode despite the
+    loop."""
     order, z = primals
     value, by_order = jax.jvp(lambda order: _log_bessel_ie(order, z), (order,), (jnp.ones_like(order),))
     by_z = jax.jvp(lambda z: _log_bessel_ie(order, z), (z,), (jnp.ones_like(z),))[1]
@@ -89,7 +90,7 @@ class AbstractDistribution(eqx.Module):
 
     @abc.abstractmethod
     def cdf(self, x: Array) -> np.ndarray:
-        """P(X ≤ x) `(N,)` for d = 1, of a batch of distributions at x of shape `(N, 1)`, in NumPy."""
+        """P(X ≤ x) `(N,)` for a batch of distributions with d = 1, at x of shape `(N, 1)`; uses NumPy."""
 
 
 class Normal(AbstractDistribution):
@@ -199,9 +200,12 @@ class Counts(eqx.Module):
     """Counts as observations of a state: y ~ Poisson(ρx), or negative binomial with mean m = ρx and variance
     m + m²/r. Pass an instance to `rf.fit_sde(..., observe=...)`.
 
-    **Arguments:** `components`, the components of the state that are counted, one per column of the values;
-    `log`, whether the mean is ρeˣ; `rate`, the reported fraction ρ, and `dispersion`, r. If ρ or r is given,
-    it is estimated from that starting value; by default, ρ = 1 and counts are Poisson.
+    **Arguments:**
+
+    - `components`: indices of the components of the state that are counted, one per column of the values.
+    - `log`: whether the mean is ρeˣ.
+    - `rate`, `dispersion`: starting values for the reported fraction ρ and for r, which are then estimated.
+      By default, ρ = 1 and counts are Poisson.
 
     ```python
     import jax.numpy as jnp
@@ -241,7 +245,7 @@ class Counts(eqx.Module):
 
 
 class CountDistribution(eqx.Module):
-    """Poisson distributions, or negative binomial ones, with means `(c,)`."""
+    """Independent Poisson or negative binomial distributions with means `(c,)`."""
 
     mean: Array
     dispersion: Array | None
@@ -265,7 +269,7 @@ class CountDistribution(eqx.Module):
         return whole - 0.5 * jnp.exp(self.log_prob(y))
 
 
-TAYLOR_TERMS = 13  # terms of a Taylor series in which each term is at most half of the one before
+TAYLOR_TERMS = 13  # number of terms of a Taylor series in which each is at most half of the one before
 
 
 MAX_DOUBLINGS = 32

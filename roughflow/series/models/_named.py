@@ -109,7 +109,7 @@ class GeometricBrownianMotion(AbstractNamedSDE):
 class OrnsteinUhlenbeck(AbstractNamedSDE):
     """dX = κ(μ − X) dt + σ dB, known in finance as Vasicek's model (1977).
 
-    In one dimension, all parameters are numbers. In d dimensions κ is a matrix, μ a vector and σ a lower
+    In one dimension, all parameters are scalars. In d dimensions κ is a matrix, μ a vector and σ a lower
     triangular matrix with a positive diagonal; only σσᵀ is identified.
 
     ```python
@@ -130,7 +130,7 @@ class OrnsteinUhlenbeck(AbstractNamedSDE):
         d = jnp.shape(self.mu)
         if len(d) > 1 or not jnp.shape(self.kappa) == jnp.shape(self.sigma) == (*d, *d):
             raise ValueError(
-                "kappa, mu and sigma must be three numbers, or have shapes (d, d), (d,) and (d, d); got "
+                "kappa, mu and sigma must be scalars, or have shapes (d, d), (d,) and (d, d); got "
                 f"{jnp.shape(self.kappa)}, {d} and {jnp.shape(self.sigma)}"
             )
 
@@ -178,8 +178,8 @@ class OrnsteinUhlenbeck(AbstractNamedSDE):
         return {"kappa": kappa, "mu": mu, "sigma": np.linalg.cholesky(noise.T @ noise / len(noise))}
 
 
-TERMS = 256  # terms of an expansion
-LAST_TERMS = 8  # the remainder is estimated from this many last terms
+TERMS = 256  # number of terms of an expansion
+LAST_TERMS = 8  # number of last terms from which the remainder is estimated
 
 
 class CoxIngersollRoss(AbstractNamedSDE):
@@ -375,19 +375,19 @@ def _recurrence(a: Array, b: Array, n: Array) -> tuple[Array, Array]:
 
 
 def _power(z: Array, exponent: Array) -> Array:
-    """z to a power, for z > 0. Derivatives are 25 % faster than those of `z**exponent`."""
+    """z to the power `exponent`, for z > 0. Derivatives are 25 % faster than those of `z**exponent`."""
     return jnp.exp(exponent * jnp.log(z))
 
 
-NODES = 48  # nodes of Gauss quadrature
+NODES = 48  # number of nodes of Gauss quadrature
 
 
 class FractionalOrnsteinUhlenbeck(eqx.Module):
     """dX = κ(μ − X) dt + σ dBᴴ with fractional Brownian motion of Hurst exponent H in (0, 1).
 
     Paths are rough for H < ½, and smooth with long memory for H > ½. The process is not Markov and has no
-    transition densities; `rf.fit_sde` uses the joint density of the whole series given its first value; the
-    noise starts at that time. `sde` is the equation for a flow with a fractional driver.
+    transition densities, so `rf.fit_sde` uses the joint density of the whole series given its first value.
+    The noise starts at the time of that value. `sde` is the equation for a flow with a fractional driver.
 
     ```python
     import jax, numpy as np
@@ -415,7 +415,7 @@ class FractionalOrnsteinUhlenbeck(eqx.Module):
     def sample(
         self, x0: ArrayLike, dt: float, steps: int, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()
     ) -> Array:
-        """Exact draws of series `(*shape, steps + 1)` that start at `x0`, at times dt apart."""
+        """Draw exact samples `(*shape, steps + 1)` of series that start at `x0`, with time step dt."""
         check_positive("dt", dt)
         gamma = np.asarray(self.autocovariance(jnp.asarray(dt), check_count("steps", steps)), float)
         noise = jnp.moveaxis(stationary_noise(gamma, key=key, shape=shape), -1, 0)
@@ -551,8 +551,8 @@ class _Volatility(AbstractNamedSDE):
 
     @abc.abstractmethod
     def sizes(self, level: Any) -> tuple[Any, Any]:
-        """The volatility of the price, and the noise of the second component divided by σ, as functions of
-        the second component."""
+        """The volatility of the price, and the noise of the second component divided by σ, both given the
+        second component."""
 
     def drift(self, t: Array, z: Array) -> Array:
         return jnp.stack([self.mu * z[0], self.kappa * (self.theta - z[1])])
@@ -565,8 +565,8 @@ class _Volatility(AbstractNamedSDE):
 
     @staticmethod
     def _variance(one: Observed) -> np.ndarray:
-        """An estimate of the variance of a price: exponentially weighted means of squared returns, forwards
-        and backwards in time."""
+        """Estimate the variance of a price by exponentially weighted means of squared returns, forwards and
+        backwards in time."""
         price = np.interp(one.times, *one.known(0))
         returns = np.diff(np.log(np.maximum(price, 1e-300))) / np.sqrt(np.diff(one.times))
         square = np.append(returns**2, returns[-1] ** 2)
@@ -577,7 +577,8 @@ class _Volatility(AbstractNamedSDE):
 
     @classmethod
     def _regressed(cls, increments: Increments, v: np.ndarray, noise: Any) -> dict[str, Any]:
-        """Starting values, from the variance `v` and the noise divided by σ."""
+        """Starting values, given the variance `v` of the price and the noise of the second component divided
+        by σ."""
         (s, ds, dt), (level, dv, _) = increments.positive(0), increments.column(1)
         rise = np.log1p(np.maximum(ds / s, -0.99)) + 0.5 * v * dt
         mu, (kappa, theta) = rise.sum() / dt.sum(), mean_reversion(level, dv, dt)
@@ -683,14 +684,14 @@ class _HestonStep(AbstractDistribution):
         return jnp.append(self._price(later[0]).sample(key_price), later)
 
     def cdf(self, x: Array) -> np.ndarray:
-        raise NotImplementedError("of two components")
+        raise NotImplementedError("cdf requires a distribution of one component")
 
 
 class FitzHughNagumo(AbstractNamedSDE):
     """The FitzHugh–Nagumo neuron: dX = (X − X³ − Y + s)/ε dt + σ₁ dB₁, dY = (γX − Y + β) dt + σ₂ dB₂.
 
-    If the recovery Y is hidden (a column of NaN), adding the same number to Y, s and β does not change X: fix
-    s with `rf.fit_sde(..., fixed=["s"])`.
+    If the recovery Y is hidden (a column of NaN), adding a constant to Y, s and β does not change X: fix s
+    with `rf.fit_sde(..., fixed=["s"])`.
 
     ```python
     import roughflow as rf
@@ -735,7 +736,7 @@ class SIR(AbstractNamedSDE):
     infections F = βSI/N dt + √(βSI/N) dB₁ and recoveries R = γI dt + √(γI) dB₂, the diffusion limit of the
     Markov jump process (Kurtz 1978).
 
-    Pass reported cases as values of I with an observation density, such as
+    To fit reported cases, pass them as values with an observation density, such as
     `rf.series.Counts(components=(1,))`.
 
     ```python

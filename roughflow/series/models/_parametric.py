@@ -46,21 +46,21 @@ class Increments:
 
 
 def regression(dx: np.ndarray, dt: np.ndarray, *terms: np.ndarray) -> np.ndarray:
-    """Regression coefficients of a drift that is a sum of `terms`, with increments weighted by their time
-    step; one column per component for increments `(N, d)`."""
+    """Fit a drift that is a linear combination of `terms` to increments, by weighted least squares. Return
+    the coefficients, with one column per component for increments `(N, d)`."""
     root = np.sqrt(dt)
     return np.linalg.lstsq(np.stack(terms, axis=1) * root[:, None], (dx.T / root).T)[0]
 
 
 def mean_reversion(x: np.ndarray, dx: np.ndarray, dt: np.ndarray) -> tuple[float, float]:
-    """κ and μ of a drift κ(μ − x), by regression."""
+    """Estimate κ and μ in the drift κ(μ − x) by regression."""
     constant, slope = regression(dx, dt, np.ones_like(x), x)
     kappa = float(np.clip(-slope, SLOWEST / dt.sum(), FASTEST / np.median(dt)))
     return kappa, float(np.clip(constant / kappa, *np.quantile(x, [0.05, 0.95])))
 
 
 def elasticity(x: np.ndarray, size: np.ndarray) -> float:
-    """γ of noise proportional to x^γ, by log-log regression."""
+    """Estimate the exponent γ of noise proportional to x^γ by log-log regression."""
     log_size = np.log(np.maximum(size, 1e-3 * size.mean()))
     return float(np.clip(np.polyfit(np.log(x), log_size, 1)[0], 0.0, MAX_ELASTICITY))
 
@@ -70,8 +70,8 @@ def root_mean_square(values: np.ndarray) -> float:
 
 
 def parameter(value: float | Array) -> Array:
-    """A field of a model as a float array. Values of other types are returned unchanged, so that the error
-    message of the model can name the field."""
+    """Convert a field of a model to a float array. Values of other types are returned unchanged, so that the
+    error message of the model can name the field."""
     try:
         return jnp.asarray(as_real("parameter", value), float)
     except (TypeError, ValueError):
@@ -81,9 +81,10 @@ def parameter(value: float | Array) -> Array:
 class AbstractNamedSDE(AbstractItoSDE):
     """An Itô SDE whose fields are its parameters.
 
-    `domains` are the ranges of the parameters by name; `coordinates` the variables in which the SDE is
-    solved; `exact_transition` the distribution of X(t + dt), if it has a closed form; `expansion` a series
-    for log p(x₁ | x₀) over long times; `components` the names of the components of the state.
+    `domains` contains the ranges of the parameters by name, `coordinates` the variables in which the SDE is
+    solved, and `components` the names of the components of the state. `exact_transition` returns the
+    distribution of X(t + dt) if it has a closed form, and `expansion` a series for log p(x₁ | x₀) over long
+    times.
 
     ```python
     import jax, jax.numpy as jnp
@@ -137,15 +138,15 @@ class AbstractNamedSDE(AbstractItoSDE):
         return None
 
     def stationary(self, unknown: tuple[int, ...]) -> AbstractDistribution | None:
-        """The stationary distribution of the components `unknown` of the state; None (default) if it is not
-        known."""
+        """The stationary distribution of the components whose indices are `unknown`; None (default) if it has
+        no closed form."""
         return None
 
     @classmethod
     def from_series(cls, times: Any, values: Any) -> Self:
         """The SDE with parameters estimated from moments of a series. If the class is passed to `rf.fit_sde`,
-        these parameters are the starting values. Missing values are interpolated, and hidden components come
-        from `hidden_values`.
+        these parameters are the starting values. Missing values are interpolated, and hidden components are
+        taken from `hidden_values`.
 
         ```python
         import numpy as np
@@ -193,17 +194,17 @@ class AbstractNamedSDE(AbstractItoSDE):
 
 
 def exact_transition(sde: AbstractSDE, x0: Array, dt: Array) -> AbstractDistribution | None:
-    """The exact transition distribution of any SDE, or None."""
+    """The exact transition distribution of an SDE; None if it has no closed form."""
     return sde.exact_transition(x0, dt) if isinstance(sde, AbstractNamedSDE) else None
 
 
 def expansion(sde: AbstractSDE, x0: Array, x1: Array, dt: Array) -> tuple[Array, Array] | None:
-    """The expansion of the transition density of any SDE, or None."""
+    """The expansion of the log transition density of an SDE, with its error; None if there is none."""
     return sde.expansion(x0, x1, dt) if isinstance(sde, AbstractNamedSDE) else None
 
 
 class ParametricSDE(AbstractItoSDE):
-    """The Itô SDE dX = μ(t, X; θ) dt + σ(t, X; θ) dB, with θ a dictionary of numbers or arrays.
+    """The Itô SDE dX = μ(t, X; θ) dt + σ(t, X; θ) dB, where θ is a dictionary of floats or arrays.
 
     ```python
     import jax.numpy as jnp
