@@ -11,8 +11,8 @@ from jaxtyping import PRNGKeyArray
 from numpy.typing import ArrayLike
 
 from .._checks import check_count, check_key
+from ._arrays import joined
 from ._columns import Relations, Violation, check_violation
-from ._numbers import joined
 
 MAX_ROWS = 10_000  # maximum number of kernels; larger tables are subsampled
 TUNING_ROWS = 1000  # number of rows on which the bandwidth is chosen

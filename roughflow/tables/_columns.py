@@ -18,8 +18,8 @@ from .._show import count, listed, shortened
 from ..density import AbstractEstimator, Estimate
 from ..faq import see
 from ..train import grid_step
+from ._arrays import MAX_VALUE, frame_names, is_frame, take
 from ._closed_form import RIDGE, constant
-from ._numbers import MAX_VALUE, frame_names, is_frame, take
 from ._standardised import Standardised
 
 PAIR_TOLERANCE = 1e-12  # maximum 1 − |correlation| of two columns that count as copies, if there are few rows

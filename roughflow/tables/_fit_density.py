@@ -24,13 +24,13 @@ from ..train import (
     rng_of,
     velocity_flow,
 )
+from ._arrays import frame_names, is_frame, parts_of
 from ._closed_form import check_full_rank, fit_marginals, has_far_rows
 from ._columns import ColumnType, OfKept, WithRelations, is_mixed
 from ._families import FAMILIES, ClosedForm, Comparison, Family
 from ._fitted_density import SCORED_ROWS, FittedDensity, HeldOut, Score
 from ._large_tables import ParquetTable
 from ._mixture import MixedDensity, fit_mixed
-from ._numbers import frame_names, is_frame, parts_of
 from ._stages import FlowOptions, Sizes, Smoothed, Stages, UnitBatches, smoothed
 from ._standardised import Standardised
 from ._table import Bound, Rounding, Table

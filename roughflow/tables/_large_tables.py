@@ -20,9 +20,9 @@ from .._devices import Devices, DevicesLike
 from ..density import AbstractEstimator, Estimate, StochasticFlow
 from ..faq import see
 from ..train import check_share, identified, rng_of, row_codes
+from ._arrays import MAX_VALUE
 from ._columns import WithRelations
 from ._mixture import MixedDensity
-from ._numbers import MAX_VALUE
 from ._standardised import Standardised
 
 ROWS_PER_READ = 2**16

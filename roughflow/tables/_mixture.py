@@ -15,8 +15,8 @@ from .._show import count as count_of, listed
 from ..density import AbstractEstimator, Estimate
 from ..faq import see
 from ..train import Links, folds, hold_out, mean_and_error, rng_of
+from ._arrays import is_frame
 from ._columns import MISSING, UNKNOWN, Encoding, Violation, cells_of, check_violation
-from ._numbers import is_frame
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # candidate numbers of components
 MIN_ROWS_PER_COMPONENT = 12

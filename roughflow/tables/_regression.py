@@ -15,11 +15,11 @@ from numpy.typing import ArrayLike
 from .._checks import check_count, check_key, check_number, warn
 from ..faq import see
 from ..train import Links, TrainingOptions, mean_and_error, rng_of
+from ._arrays import joined, real_numbers
 from ._columns import Relations
 from ._families import Family
 from ._fit_density import fit_density
 from ._fitted_density import FittedDensity
-from ._numbers import joined, real_numbers
 from ._stages import FlowOptions, Sizes
 from ._standardised import Standardised
 
