@@ -286,7 +286,7 @@ def test_inputs_of_all_kinds_become_tables():
     ("times", "values", "message"),
     [
         ([1.0], np.ones((1, 2)), "a series needs at least 2 values, got 1"),
-        ([1.0, 1.0, 2.0], np.ones((3, 2)), "times must increase: number 1 is equal to the one before it"),
+        ([1.0, 1.0, 2.0], np.ones((3, 2)), "times must increase, but 1 follows 1"),
         ([1.0, 2.0, 3.0], np.full((3, 2), np.nan), "values are all missing"),
         ([1.0, 2.0, 3.0], np.full((3, 2), np.inf), "values must be finite or missing"),
         ([1.0, 2.0], np.ones((3, 2)), "times must have shape"),

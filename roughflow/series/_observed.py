@@ -89,10 +89,16 @@ class Observed:
             raise ValueError(f"values must be finite or missing: at time {shown[row]} they are {values[row]}")
         if len(when) < fewest:
             raise ValueError(f"a series needs at least {fewest} values, got {len(when)}")
-        _check_order(when)
         if still := [i for i in range(values.shape[1]) if np.ptp(values[:, i]) == 0 and not partial]:
             raise ValueError(f"values are constant in column {still[0]}: an SDE cannot be fitted to them")
-        return Observed(when, values, times.kind, origin)
+        found = Observed(when, values, times.kind, origin)
+        if not (np.diff(when) > 0).all():
+            row = _first(np.diff(when) > 0)
+            raise ValueError(
+                f"times must increase, but {found.shown(row + 1)} follows {found.shown(row)}: sort the "
+                f"series and drop duplicates{see('series')}"
+            )
+        return found
 
     def known(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Times and values of one component, at the times at which it is observed."""
@@ -291,17 +297,6 @@ def _is_number(value: Any) -> bool:
 
 def _is_missing(value: Any) -> bool:
     return value is None or value is np.ma.masked or type(value).__name__ == "NAType"  # pandas.NA
-
-
-def _check_order(times: np.ndarray) -> None:
-    steps = np.diff(times)
-    if (steps > 0).all():
-        return
-    row = _first(steps > 0) + 1
-    what = "equal to the one before it" if steps[row - 1] == 0 else "earlier than the one before it"
-    raise ValueError(
-        f"times must increase: number {row} is {what}; sort the series and drop duplicates{see('series')}"
-    )
 
 
 def _few(array: np.ndarray) -> str:

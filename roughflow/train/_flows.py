@@ -37,7 +37,7 @@ from ..sde import (
     tanh,
 )
 
-MAX_STATE_DEPENDENT_DIMENSION = 2  # for state-dependent noise, whose cost is quadratic in the dimension
+STATE_DEPENDENT_DIMENSION = 2  # the dimension in which noise depends on the state by default
 MIN_PROBED_DIMENSION = 17  # minimum dimension for Hutchinson's divergence estimator
 VELOCITY_STEPS = 16  # solver steps for a velocity field
 
@@ -76,7 +76,7 @@ def neural_flow(
     )
     if noise == 0:
         diffusion = NoDiffusion()
-    elif dimension == MAX_STATE_DEPENDENT_DIMENSION:
+    elif dimension == STATE_DEPENDENT_DIMENSION:
         diffusion = FullDiffusion(
             dimension, width, 1, activation, time_dependent=time_dependent, scale=noise, key=key_noise
         )
