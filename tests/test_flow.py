@@ -1,5 +1,7 @@
 """Given a path, an SDE is a normalizing flow: densities, inverses, batches, end times."""
 
+from types import SimpleNamespace
+
 import diffrax
 import equinox as eqx
 import jax
@@ -320,3 +322,29 @@ def test_known_values_inside_a_jit_are_checked_without_tracing(key):
     path, x = flow.sample_path(key=key), jnp.asarray(problem.x)
     inside = jax.jit(lambda: flow.log_prob_given_path(x, path, t1=0.5))()
     np.testing.assert_allclose(inside, flow.log_prob_given_path(x, path, t1=0.5), rtol=1e-12)
+
+
+def one_point(*, key, shape=()):
+    return jax.random.normal(key, (2,))
+
+
+def points(*, key, shape=()):
+    return jax.random.normal(key, (*shape, 2))
+
+
+@pytest.mark.parametrize(
+    ("sample", "log_prob", "message"),
+    [
+        (
+            one_point,
+            lambda z: -0.5 * jnp.sum(z**2),
+            r"base.sample must return shape \(2, 2\) for shape=\(2,\)",
+        ),
+        (points, lambda z: -0.5 * z**2, r"base.log_prob must return one number for a point"),
+    ],
+    ids=["shape ignored", "components not summed"],
+)
+def test_a_base_of_the_users_is_checked(sample, log_prob, message):
+    base = SimpleNamespace(sample=sample, log_prob=log_prob)
+    with pytest.raises(ValueError, match=message):
+        rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(2)), base)

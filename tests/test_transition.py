@@ -58,6 +58,40 @@ def test_the_density_a_short_while_after_a_point_starts_a_flow(key):
     assert float(later.drift(0.5, jnp.zeros(1))[0]) == 0.75
 
 
+def test_one_noise_moves_a_chain_of_three_integrators_in_all_directions():
+    """With two functions, the first part of the path would have two coefficients for three dimensions."""
+    rate = np.array([[0.0, 1, 0], [0, 0, 1], [-1, -1, -1]])
+    noise = np.diag([0.0, 0, 1])
+    sde = rf.ItoSDE(lambda t, z: jnp.asarray(rate, z.dtype) @ z, lambda t, z: jnp.eye(3)[:, 2:])
+    first, error = short_time(sde, jnp.array([1.0, 0, 0]), 1.0)
+    block = linalg.expm(float(first.dt) * np.block([[-rate, noise], [np.zeros((3, 3)), rate.T]]))
+    grown = block[3:, 3:].T
+    truth = stats.multivariate_normal(grown @ [1, 0, 0], grown @ block[:3, 3:])
+    x = truth.rvs(4, random_state=0)
+    assert error < 0.01
+    np.testing.assert_allclose(LOG_PROBS(first, x), truth.logpdf(x), atol=0.01)
+
+
+@pytest.mark.slow
+def test_points_that_a_grid_does_not_resolve_start_a_short_time_later(key):
+    sde = rf.ItoSDE(lambda t, z: 0.1 * z, lambda t, z: 0.8 * z[:, None])
+    truth = stats.lognorm(0.8, scale=np.exp(0.1 - 0.32))
+    x = truth.ppf([0.05, 0.5, 0.95])
+    estimate = rf.StochasticFlow(sde, rf.Normal(jnp.ones(1))).estimate(x[:, None], key=key, start=[1.0])
+    assert np.all(np.abs(estimate.log_prob - truth.logpdf(x)) < 3 * estimate.total_error)
+    assert np.all(estimate.total_error < 0.1)
+
+
+def test_a_start_needs_brownian_motion_and_concrete_values(key):
+    sde = rf.StratonovichSDE(lambda t, z: -z, lambda t, z: jnp.eye(3))
+    flow = rf.StochasticFlow(sde, rf.Normal(jnp.zeros(3)))
+    with pytest.raises(TypeError, match="start cannot be used inside jit"):
+        jax.jit(lambda x: flow.estimate(x, key=key, start=np.ones(3)).log_prob)(np.zeros(3))
+    flow = flow.with_driver(rf.FractionalBrownian(0.7, 8))
+    with pytest.raises(ValueError, match="start requires Brownian motion"):
+        flow.estimate(np.zeros(3), key=key, start=np.ones(3))
+
+
 def test_curvature_has_no_unit_and_is_zero_for_linear_sdes():
     def of(sde, start, dt):
         step = Transition(jnp.asarray(start), jnp.asarray(start), jnp.zeros(()), jnp.asarray(dt))

@@ -177,6 +177,11 @@ def dimension_of(base: Base) -> int:
     point = jax.eval_shape(lambda: base.sample(key=jax.random.key(0)))
     if len(point.shape) != 1:
         raise ValueError(f"base.sample must return shape (d,) for shape=(), got {point.shape}")
+    pair = jax.eval_shape(lambda: base.sample(key=jax.random.key(0), shape=(2,)))
+    if pair.shape != (2, *point.shape):
+        raise ValueError(f"base.sample must return shape (2, {point.size}) for shape=(2,), got {pair.shape}")
+    if (value := jax.eval_shape(base.log_prob, point)).shape:
+        raise ValueError(f"base.log_prob must return one number for a point (d,), got shape {value.shape}")
     return point.shape[0]
 
 

@@ -113,19 +113,22 @@ def short_time(sde: AbstractSDE, start: Array, t1: float) -> tuple[ShortTime, fl
     The first part is the longest of t1/2, t1/4, … with an error below `FIRST_ERROR` or, if there is none, the
     one with the smallest error.
     """
+    # Fewer coefficients than dimensions cannot move the end in all directions.
+    functions = max(Effort().num_functions, -(-start.size // noise_dimension(sde, start.size)) + 1)
+    effort = Effort() if functions == Effort().num_functions else Effort(functions, 8, 2 * functions)
     spans = jnp.asarray(t1 * 0.5 ** np.arange(1, HALVINGS + 1), start.dtype)
-    errors = UNSEEN * np.asarray(_first_errors(sde, start, spans))
+    errors = UNSEEN * np.asarray(_first_errors(sde, start, spans, effort))
     good = errors < FIRST_ERROR
     chosen = int(np.argmax(good) if good.any() else np.argmin(errors))
-    return ShortTime(sde, start, float(spans[chosen])), float(errors[chosen])
+    return ShortTime(sde, start, float(spans[chosen]), effort), float(errors[chosen])
 
 
 @functools.partial(jit, level=1)
-def _first_errors(sde: AbstractSDE, start: Array, spans: Array) -> Array:
+def _first_errors(sde: AbstractSDE, start: Array, spans: Array, effort: Effort) -> Array:
     """The root mean square standard error of log p after each time, over simulated end points."""
 
     def one(span: Array) -> Array:
-        first = ShortTime(sde, start, span)
+        first = ShortTime(sde, start, span, effort)
         ends = first.sample(key=jax.random.key(1), shape=(SAMPLES,))
         return jnp.sqrt(jnp.mean(jax.vmap(first.log_prob_and_error)(ends)[1] ** 2))
 
