@@ -33,6 +33,16 @@ def test_the_anomaly_of_a_gaussian_is_a_chi_squared_probability(rows):
     assert 0 < values[-1] < values[4] < 1 / 2000
 
 
+def test_a_row_with_missing_cells_is_compared_with_samples_without_these_cells():
+    """The density of one cell is larger than that of three, so that other rows would all seem typical."""
+    rng = np.random.default_rng(0)
+    train, new = rng.normal(size=(300, 3)), rng.normal(size=(4000, 3))
+    train[:30, 0] = np.nan
+    new[:, :2] = np.nan
+    values = rf.fit_density(train, key=KEY).anomaly(new)
+    assert stats.kstest(values, "uniform").statistic < 0.06
+
+
 def test_rows_that_violate_a_relation_are_anomalies(rows):
     table = np.column_stack([rows, rows[:, 0] + rows[:, 1]])
     broken = table[:50] + np.array([0, 0, 0, 5.0])

@@ -35,7 +35,7 @@ FIT = [
     ("fit nonames.csv --out m.rf", "nonames.csv: the first line must contain the names of the columns"),
     ("fit twice.csv --out m.rf", "twice.csv has two columns named 'a'"),
     ("fit unnamed.csv --out m.rf", "unnamed.csv: column 1 has no name"),
-    ("fit text.csv --out m.rf", "'b' is 'x'"),
+    ("fit text.csv --out m.rf", "'b' is 'x' (roughflow fit --family mixture fits text"),
     ("fit gap.csv --out m.rf", "'b' is empty"),
     ("fit blank.csv --out m.rf", "'b' is empty"),
     ("fit underscore.csv --out m.rf", "'b' is '1_000'"),
@@ -72,6 +72,11 @@ FIT = [
     ("fit table.csv --out m.rf --columns ,", "different names"),
     ("fit table.csv --out m.rf --given z", "no column 'z'"),
     ("fit table.csv --out m.rf --given a,b", "include all columns"),
+    ("fit table.csv --out m.rf --family mixture --width 5 --marginals", "does not support flow=FlowOptions("),
+    (
+        "fit table.csv --out m.rf --family mixture --bounds a=0:1",
+        "error: a mixture (family 'mixture', types=",
+    ),
     ("fit table.csv --out m.rf --bounds a=5:1", "reversed"),
     ("fit table.csv --out m.rf --bounds a=1:1", "bounds"),
     ("fit table.csv --out m.rf --bounds a", "--bounds"),
@@ -408,6 +413,17 @@ def test_a_bad_command_is_refused_in_one_line(command, words, folder, capsys, mo
 
 def test_the_table_has_no_row_twice():
     assert len(set(TABLE)) == len(TABLE)
+
+
+def test_a_column_with_few_digits_gives_one_warning(tmp_path, capsys):
+    from roughflow.cli import main
+
+    rows = np.random.default_rng(0).normal(size=(40, 2)) + np.array([0, 1e9])
+    np.savetxt(tmp_path / "far.csv", rows, delimiter=",", header="a,b", comments="")
+    files = [f"{tmp_path}/far.csv", "--out", f"{tmp_path}/m.rf"]
+    with jax.enable_x64(False):
+        assert main(["fit", *files, "--family", "gaussian", "--quiet"]) == 0
+    assert capsys.readouterr().err.count("warning: column 'b' is 1e+09") == 1
 
 
 def run(folder, *command, **environment):

@@ -5,6 +5,7 @@ A row is an expression and what its message must say. `bad_commands.py` has thos
 
 import os
 import pathlib
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -418,7 +419,26 @@ TABLES = [
     ("rf.fit_density(X, key=KEY, columns='ab')", "columns"),
     ("rf.fit_density(X, key=KEY, columns=('a',))", "columns"),
     ("rf.fit_density(X, key=KEY, bounds={5: (0, 1)})", "5"),
-    ("rf.fit_density(X, key=KEY, bounds={0: (1, 0)})", "bounds"),
+    (
+        "rf.fit_density(X, key=KEY, bounds={0: (1, 0)})",
+        "bounds of column 0 must be (lower, upper) with lower below upper",
+    ),
+    ("rf.fit_density(X, key=KEY, bounds={np.int64(0): (nan, 1)})", "lower below upper, got (nan, 1)"),
+    ("rf.fit_density(X, key=KEY, types={np.int64(0): 'integer'})", "column 'x1' is not integer: its values"),
+    ("rf.fit_density(X, key=KEY, family='mixture', bounds={0: (0, 1)})", "does not support bounds=: omit"),
+    (
+        "rf.fit_density(X, key=KEY, types={}, flow=rf.tables.FlowOptions(width=5))",
+        "does not support flow=FlowOptions(width=...)",
+    ),
+    (
+        "rf.fit_density(X, key=KEY, weights=X[:, 0], training=rf.train.TrainingOptions(learning_rate=1.0))",
+        "does not support training=TrainingOptions(learning_rate=...)",
+    ),
+    (
+        "rf.fit_density(X, key=KEY, family='mixture', run=rf.train.RunOptions(checkpoint='m.checkpoint'))",
+        "does not support run=RunOptions(checkpoint=...)",
+    ),
+    ("rf.fit_density(X, key=KEY, weights='w')", "groups and weights can be names only for a DataFrame"),
     ("rf.fit_density(X, key=KEY, rounding={0: -1.0})", "rounding"),
     ("rf.fit_density(X, key=KEY, given='c')", "given"),
     ("rf.fit_density(X, key=KEY, given=X[:5])", "given"),
@@ -692,6 +712,16 @@ def test_bad_input_is_refused_in_one_line(expression, word, names, monkeypatch):
     assert message.strip()
     assert "\n" not in message
     assert contents(folder) == before
+
+
+def test_a_column_with_few_digits_gives_a_warning():
+    rows = np.random.default_rng(0).normal(size=(40, 2))
+    with jax.enable_x64(False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            rf.fit_density(rows + 1e3, key=KEY, family="gaussian")
+        with pytest.warns(UserWarning, match="column 1 is 1e.09 ± .*: samples lose digits"):
+            rf.fit_density(rows + np.array([0, 1e9]), key=KEY, family="gaussian")
 
 
 def test_the_table_has_no_row_twice():

@@ -209,6 +209,8 @@ def test_weights_count_rows():
     rows = gaussians(300, 6)
     weights = np.where(rows[:, 0] > 1.5, 3.0, 1.0)
     fitted = rf.fit_density(rows, key=KEY, weights=weights)
+    named = rf.fit_density(pd.DataFrame(rows).assign(w=weights), key=KEY, weights="w")
+    np.testing.assert_array_equal(named.log_prob(rows), fitted.log_prob(rows))
     draws = fitted.sample(4000, key=KEY)
     assert np.mean(draws[:, 0] > 1.5) == pytest.approx(
         np.average(rows[:, 0] > 1.5, weights=weights), abs=0.04
@@ -216,6 +218,7 @@ def test_weights_count_rows():
 
 
 TEXTS = np.array([["a", 1.0], ["b", 2.0], ["a", 3.0]] * 10, object)
+FRAME = pd.DataFrame({"z": [1.0, 2, 4] * 20, "c": list("ab") * 30})
 
 
 @pytest.mark.parametrize(
@@ -239,6 +242,14 @@ TEXTS = np.array([["a", 1.0], ["b", 2.0], ["a", 3.0]] * 10, object)
             "column 'x1' has 40 different text values in 40 rows: drop it",
         ),
         (np.array([["a", 1.0], [3.0, 2.0]], object), {}, "column 0 of data holds 'a', not numbers"),
+        (FRAME.replace(4.0, np.inf), {}, "column 'z' of data has values beyond"),
+        (
+            FRAME.assign(d=pd.Timestamp("2024-01-31")),
+            {},
+            "column 'd' of data holds '2024.*dates are not supp",
+        ),
+        (FRAME, {"groups": "nope"}, "data has no column 'nope'; it has z, c"),
+        (FRAME, {"weights": "c"}, "weights holds 'a', not numbers"),
         (np.array([[None, 1.0], [None, 2.0]], object), {}, "column 'x1' of data has no values: drop it"),
     ],
 )
@@ -252,3 +263,35 @@ def test_other_families_have_no_conditionals():
     fitted = rf.fit_density(gaussians(40, 0), key=KEY, family="gaussian")
     with pytest.raises(ValueError, match="conditional needs the family 'mixture', not 'gaussian'"):
         fitted.conditional(gaussians(3, 1), ["x1"])
+
+
+def test_conditionals_reject_cells_that_contradict_them(key):
+    rng = np.random.default_rng(0)
+    table = pd.DataFrame({"c": rng.choice(["a", "b"], 120), "x": rng.normal(size=120)})
+    fitted = rf.fit_density(table, key=key)
+    conditional = fitted.conditional(table[:1], given=["c"])
+    assert np.isfinite(conditional.log_prob(table[:1])).all()
+    with pytest.raises(ValueError, match="rows differ from the given cells in the columns c"):
+        conditional.log_prob(table[:1].replace({"a": "b", "b": "a"}))
+    unseen = table[:1].assign(c="z")
+    with pytest.raises(ValueError, match="rows has a category that does not occur"):
+        fitted.conditional(unseen, given=["c"])
+    with pytest.raises(ValueError, match="validation has a category that does not occur"):
+        rf.fit_density(table, key=key, validation=unseen)
+
+
+def test_scores_are_weighted_means(key):
+    """Rows of almost no weight, far from the others, do not count."""
+    rng = np.random.default_rng(0)
+    x, weights = rng.normal(size=(100, 1)), np.repeat([1.0, 1e-6], 50)
+    x[50:] += 20
+    fitted = rf.fit_density(x, weights=weights, key=key)
+    assert fitted.score.mean == pytest.approx(np.average(fitted.log_prob(x), weights=weights), abs=0.1)
+
+
+def test_a_mixture_warns_of_linear_relations(key):
+    x = np.random.default_rng(0).normal(size=(60, 2))
+    table = np.column_stack([x, x @ [1.0, 2.0]])
+    table[0, 0] = np.nan
+    with pytest.warns(UserWarning, match="linear functions of others have no density"):
+        rf.fit_density(table, key=key)

@@ -7,6 +7,7 @@ import warnings
 import equinox as eqx
 import jax
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 from sklearn.base import clone
@@ -196,6 +197,16 @@ def line():
 def linear(line):
     x, y = line
     return rf.tables.fit_regression(y, x, key=KEY, family="gaussian")
+
+
+def test_regression_finds_columns_by_name():
+    rng = np.random.default_rng(0)
+    x = pd.DataFrame({"a": rng.normal(size=60), "y": 100 * rng.normal(size=60)})
+    regression = rf.tables.fit_regression(x.a + 0.1 * rng.normal(size=60), x, key=KEY, family="gaussian")
+    there, back = (regression.conditional(x[names]).mean for names in (["a", "y"], ["y", "a"]))
+    np.testing.assert_array_equal(there, back)
+    with pytest.raises(ValueError, match="given has no column 'a'"):
+        regression.conditional(x.rename(columns={"a": "b"}))
 
 
 def test_predictions_of_a_linear_regression(linear, line):

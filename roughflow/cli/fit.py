@@ -141,11 +141,6 @@ def summary(out: Path, rows: FitRows, fitted: rf.FittedDensity) -> None:
     print(f"model       {out}")
 
 
-# Single precision has seven digits. In a column whose mean exceeds this multiple of its spread, fewer than
-# three digits of the spread remain.
-MAX_MEAN_TO_SPREAD = 1e4
-
-
 def fit(arguments: argparse.Namespace) -> int:
     with joined(arguments.join):
         if jax.process_index():
@@ -169,8 +164,10 @@ def _run(arguments: argparse.Namespace) -> int:
     checkpoint = checkpoint_of(arguments.out)
     check_checkpoint(checkpoint, arguments)
     rows = fit_rows(arguments)
+    if rows.total < 2:
+        few = f"{table_name(arguments.data)} has 1 row: use at least two, preferably hundreds"
+        raise Refused(few + see("no-density"))
     notes: list[str] = []
-    _check_rows(arguments, rows, notes)
     begin(checkpoint, arguments)
     together()
     began = time.perf_counter()
@@ -219,6 +216,8 @@ def _free(out: Path, force: bool) -> Path:
 
 
 def _fit(arguments: argparse.Namespace, rows: FitRows, checkpoint: Path) -> rf.FittedDensity:
+    mixed = arguments.family == "mixture" or arguments.types is not None  # a mixture needs no checkpoint
+    kept = None if mixed else checkpoint
     return rf.fit_density(
         **rows.arguments(),
         key=jax.random.key(arguments.seed),
@@ -244,22 +243,5 @@ def _fit(arguments: argparse.Namespace, rows: FitRows, checkpoint: Path) -> rf.F
             learning_rate=arguments.learning_rate,
             patience=arguments.patience,
         ),
-        run=rf.train.RunOptions(checkpoint=checkpoint, resume=arguments.resume, devices=arguments.devices),
+        run=rf.train.RunOptions(checkpoint=kept, resume=arguments.resume, devices=arguments.devices),
     )
-
-
-def _check_rows(arguments: argparse.Namespace, rows: FitRows, notes: list[str]) -> None:
-    """Raise an error if there are fewer than two rows. Warn about columns with few significant digits."""
-    path = table_name(arguments.data)
-    if rows.total < 2:
-        raise Refused(f"{path} has 1 row: use at least two, preferably hundreds{see('no-density')}")
-    if arguments.family == "mixture":
-        return  # the mixture computes in double precision
-    for name, column in zip(rows.columns, rows.rows.T, strict=True):
-        spread = column.std()
-        if spread and abs(column.mean()) > MAX_MEAN_TO_SPREAD * spread and not jax.config.jax_enable_x64:  # pyright: ignore
-            _warn(
-                f"column {name!r} is {column.mean():g} ± {spread:g}: samples lose digits in single "
-                "precision; subtract a constant from it, or set JAX_ENABLE_X64=1" + see("few-digits"),
-                notes,
-            )

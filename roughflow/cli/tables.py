@@ -289,18 +289,19 @@ def _numbers(
         if len(header) == 1 and 1 < len(line[0].split()) == len(header[0].split()):
             _refuse_separator(path, "spaces")
         cell = line[bad].strip()
-        why = fault(header[bad], cell, as_number(cell)) + _series(cell)
+        why = fault(header[bad], cell, as_number(cell)) + _hint(cell)
         faults.add(source.begun, why + source.quote)
     faults.refuse()
 
 
-def _series(cell: str) -> str:
-    """A hint for error messages if a cell is a date, else an empty string."""
-    try:
+def _hint(cell: str) -> str:
+    """A hint for error messages if a cell is a date, text or missing, else an empty string."""
+    with contextlib.suppress(ValueError):
         datetime.datetime.fromisoformat(cell)
-    except ValueError:
-        return ""
-    return ", a date (roughflow estimate fits SDEs to series)"
+        return ", a date (roughflow estimate fits SDEs to series)"
+    if cell.lower() in MISSING or as_number(cell) is None:
+        return " (roughflow fit --family mixture fits text and missing cells)"
+    return ""
 
 
 def _whole(

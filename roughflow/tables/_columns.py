@@ -1,5 +1,6 @@
 """The columns of a table: constant columns, linear relations among columns, and column types."""
 
+import datetime
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -451,13 +452,17 @@ def cells_of(
 ) -> tuple[list[np.ndarray], tuple[str, ...]]:
     """The columns of a table, as arrays of floats (NaN if missing) or, for text, of objects, and the column
     names, by default x1, x2, ... for an array."""
+    columns, names = _raw_columns(data, names, argument)
+    return [_cells(name, column, argument) for name, column in zip(names, columns, strict=True)], names
+
+
+def _raw_columns(
+    data: Any, names: Sequence[str] = (), argument: str = "data"
+) -> tuple[list[np.ndarray], tuple[str, ...]]:
     if is_frame(data):
         wanted = tuple(names) or frame_names(argument, data)
         frame = take(argument, data, wanted)
-        return [
-            _cells(name, frame[label].to_numpy(), argument)
-            for name, label in zip(wanted, frame.columns, strict=False)
-        ], wanted
+        return [frame[label].to_numpy() for label in frame.columns], wanted
     array = np.asarray(data)
     if array.dtype.kind in "US":
         # Without dtype=object, NumPy would convert the numbers of a table with text to text.
@@ -467,25 +472,38 @@ def cells_of(
     wanted = tuple(names) or tuple(f"x{i + 1}" for i in range(array.shape[1]))
     if len(wanted) != array.shape[1]:
         raise ValueError(f"{argument} must have {len(wanted)} columns, got {array.shape[1]}")
-    return [_cells(name, column, argument) for name, column in zip(wanted, array.T, strict=True)], wanted
+    return list(array.T), wanted
 
 
 def is_mixed(data: Any) -> bool:
     """Whether a table has text, Booleans or missing cells."""
     try:
-        cells, _ = cells_of(data)
+        columns, _ = _raw_columns(data)
     except (ValueError, TypeError):
         return False  # invalid data are rejected later, with a better message
-    return any(column.dtype.kind == "O" or np.isnan(column).any() for column in cells)
+    return any(map(_is_mixed_column, columns))
+
+
+def _is_mixed_column(column: np.ndarray) -> bool:
+    """Whether a column has text, Booleans or missing cells. Invalid columns of numbers have none, so that
+    they are rejected by name, whatever the other columns are."""
+    try:
+        cells = _cells("", column, "data")
+    except ValueError:
+        return False
+    return cells.dtype.kind == "O" or bool(np.isnan(cells).any())
 
 
 def _cells(name: str, column: np.ndarray, argument: str) -> np.ndarray:
     if column.dtype.kind in "fiu":
         return _checked_numbers(name, column.astype(float), argument)
-    values = [None if missing(value) else value for value in column.tolist()]
+    # tolist() would convert dates in nanoseconds to integers.
+    cells = list(column) if column.dtype.kind in "mM" else column.tolist()
+    values = [None if missing(value) else value for value in cells]
     present = [value for value in values if value is not None]
     texts = [isinstance(value, str | bool) for value in present]
-    numbers = [isinstance(value, Number | Decimal) and not isinstance(value, bool) for value in present]
+    real = lambda value: isinstance(value, Number | Decimal) and not isinstance(value, bool | complex)
+    numbers = [real(value) for value in present]
     if present and all(texts):
         return np.array([*values, None], object)[:-1]
     if all(numbers):
@@ -493,13 +511,16 @@ def _cells(name: str, column: np.ndarray, argument: str) -> np.ndarray:
         return _checked_numbers(name, array, argument)
     odd = next(value for value, number in zip(present, numbers, strict=True) if not number)
     message = f"column {name!r} of {argument} holds {str(odd)!r}"
+    if isinstance(odd, datetime.date | np.datetime64):
+        raise ValueError(f"{message}: dates are not supported, convert them to numbers or drop the column")
     raise ValueError(f"{message}: the values of a column must be all numbers or all text")
 
 
 def _checked_numbers(name: str, column: np.ndarray, argument: str) -> np.ndarray:
     largest = np.nanmax(np.abs(column), initial=0.0)
     if largest > MAX_VALUE:
-        raise ValueError(f"column {name!r} of {argument} has values beyond {MAX_VALUE:g}{see('no-density')}")
+        message = f"column {name!r} of {argument} has values beyond {MAX_VALUE:g}: rescale them, or mark"
+        raise ValueError(f"{message} infinite ones as missing (NaN){see('no-density')}")
     return column
 
 
@@ -523,7 +544,12 @@ def _typed(name: str, column: np.ndarray, wanted: str | None) -> tuple[str, tupl
         "category" if few else "integer" if step else "continuous" if spike is None else "zero-inflated"
     )
     if kind == "integer":
-        return kind, (), step or grid_step(present)
+        step = step or grid_step(present)
+        if not step and len(levels) > 1:
+            example = max(levels, key=lambda level: abs(level - round(level)))
+            message = f"column {name!r} is not integer: its values, such as {example!r}, do not lie on a grid"
+            raise ValueError(f"{message}; use types={{{name!r}: 'continuous'}}")
+        return kind, (), step
     if kind == "zero-inflated":
         values, counts = np.unique(present, return_counts=True)
         return kind, (float(values[np.argmax(counts)] if spike is None else spike),), 0.0

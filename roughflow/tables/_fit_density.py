@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from .._checks import check_count, check_key, check_positive, grouped_arguments
+from .._checks import check_count, check_key, check_positive, grouped_arguments, is_whole
 from .._programs import split
 from ..faq import see
 from ..flow import ExactDivergence
@@ -24,14 +24,24 @@ from ..train import (
     rng_of,
     velocity_flow,
 )
-from ._arrays import frame_names, is_frame, parts_of
+from ._arrays import frame_names, is_frame, parts_of, real_numbers, take
 from ._closed_form import check_full_rank, fit_marginals, has_far_rows
 from ._columns import ColumnType, OfKept, WithRelations, is_mixed
 from ._families import FAMILIES, ClosedForm, Comparison, Family
 from ._fitted_density import SCORED_ROWS, FittedDensity, HeldOut, Score
 from ._large_tables import ParquetTable
 from ._mixture import MixedDensity, fit_mixed
-from ._stages import FlowOptions, Sizes, Smoothed, Stages, UnitBatches, smoothed
+from ._stages import (
+    BATCH_ROWS,
+    LEARNING_RATE,
+    PATIENCE,
+    FlowOptions,
+    Sizes,
+    Smoothed,
+    Stages,
+    UnitBatches,
+    smoothed,
+)
 from ._standardised import Standardised
 from ._table import Bound, Rounding, Table
 
@@ -47,7 +57,7 @@ def fit_density(
     given: ArrayLike | None = None,
     groups: ArrayLike | str | None = None,
     types: Mapping[Any, ColumnType] | None = None,
-    weights: ArrayLike | None = None,
+    weights: ArrayLike | str | None = None,
     family: Family | None = None,
     noise: float | Literal["best"] = 0.0,
     bounds: Mapping[Any, Bound] | None = None,
@@ -109,7 +119,8 @@ def fit_density(
     - `types`: types of columns by name or index, "continuous", "integer", "category" or "zero-inflated", such
       as `{"age": "integer"}`; types of other columns are detected, and `fitted.model.encoding.described()`
       shows all types. With `types`, the family is "mixture".
-    - `weights`: a weight for each row, for the family "mixture".
+    - `weights`: a weight for each row, or the name of a column of `data`, which is not modelled, for the
+      family "mixture".
     - `family`: "gaussian", "marginals", "flow" or "mixture". By default the best one, as described above, or
       a flow if `steps` or `seconds` is set.
     - `noise`: the size of the noise in units of the standardised data; 0 for none; "best" for the size among
@@ -158,9 +169,10 @@ def fit_density(
     key_split, key_model, *keys = split(check_key(key), 4)
     _check(family, noise, steps, seconds)
     others = {"given": given, "bounds": bounds, "rounding": rounding, "steps": steps, "seconds": seconds}
+    others |= {"noise": noise or None} | _changed_options(flow=flow, training=training, run=run)
     if types is not None or weights is not None or family == "mixture":
-        _check_mixed(family, noise, data, others)
-    if _is_for_a_mixture(data, family, types, weights, [noise or None, *others.values()]):
+        _check_mixed(family, data, others)
+    if _is_for_a_mixture(data, family, types, weights, list(others.values())):
         return _mixed_fit(data, tuple(columns), types or {}, weights, groups, validation, key_split)
     flow, training, run = flow or FlowOptions(), training or TrainingOptions(), run or RunOptions()
     tables = (data, given, groups, columns, bounds or {}, rounding or {}, validation)
@@ -377,17 +389,29 @@ def _is_for_a_mixture(data: Any, family: Any, types: Any, weights: Any, others: 
     return free and not isinstance(data, ParquetTable) and is_mixed(data)
 
 
-def _check_mixed(family: Any, noise: Any, data: Any, others: Mapping[str, Any]) -> None:
+def _changed_options(**groups: Any) -> dict[str, Any]:
+    """The fields of groups of options that differ from their defaults, named as in a call."""
+    defaults = {"batch_size": BATCH_ROWS, "learning_rate": LEARNING_RATE, "patience": PATIENCE}
+    return {
+        f"{argument}={type(group).__name__}({field.name}=...)": value
+        for argument, group in groups.items()
+        if group is not None
+        for field in dataclasses.fields(group)
+        if (value := getattr(group, field.name)) not in (field.default, defaults.get(field.name))
+    }
+
+
+def _check_mixed(family: Any, data: Any, others: Mapping[str, Any]) -> None:
     """Reject options that a mixture does not support."""
-    why = "types= and weights= need family 'mixture'"
     if family not in (None, "mixture"):
-        raise ValueError(f"{why}, not {family!r}{see('no-density')}")
+        raise ValueError(f"types= and weights= need family 'mixture', not {family!r}{see('no-density')}")
+    why = "a mixture (family 'mixture', types= or weights=) does not support"
     if isinstance(data, ParquetTable):
-        raise ValueError(f"{why}, which does not support ParquetTable: load the table into memory")
+        raise ValueError(f"{why} ParquetTable: load the table into memory")
     found = [name for name, value in others.items() if value is not None]
-    found += ["noise"] if noise else []
     if found:
-        raise ValueError(f"{why}, which does not support {found[0]}={see('no-density')}")
+        option = found[0] if "=" in found[0] else f"{found[0]}="
+        raise ValueError(f"{why} {option}: omit it, or fit another family{see('no-density')}")
 
 
 def _mixed_fit(
@@ -400,11 +424,18 @@ def _mixed_fit(
     key: PRNGKeyArray,
 ) -> FittedDensity:
     """Fit a mixture to a table, which may have text and missing cells."""
-    if isinstance(groups, str):
+    named = [name for name in (groups, weights) if isinstance(name, str)]
+    if named:
         if not is_frame(data):
-            raise ValueError("groups can be a name only for a DataFrame")
-        names = tuple(name for name in names or frame_names("data", data) if name != groups)
-        groups = data[groups].to_numpy()
+            raise ValueError("groups and weights can be names only for a DataFrame")
+        names = tuple(name for name in names or frame_names("data", data) if name not in named)
+        if not names:
+            raise ValueError("groups and weights include all columns of data: no column is left to model")
+        column = lambda name: np.asarray(take("data", data, [name]))[:, 0] if isinstance(name, str) else name
+        groups, weights = column(groups), column(weights)
+    if weights is not None:
+        weights = real_numbers("weights", weights)
+    types = {int(name) if is_whole(name) else name: kind for name, kind in types.items()}
     found = fit_mixed(data, names, types, weights, groups, validation, key)
     method = "cross-validation" if found.cross else "validation rows"
     return FittedDensity(

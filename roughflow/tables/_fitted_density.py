@@ -163,15 +163,26 @@ class FittedDensity(Fitted):
         """The fraction of the model's own samples that are less likely than each row, in [0, 1].
 
         It is near 0 for anomalies and uniform for rows of the modelled distribution, so `anomaly(rows) <
-        0.01` flags one ordinary row in a hundred. The fraction is computed from 2,000 samples. For rows less
-        likely than all samples it still decreases, so that extreme rows remain ranked. Rows that violate a
-        relation of the columns get the penalty described in `log_prob`. An `rf.tables.KernelDensity` of the
-        same table often ranks anomalies better; `roughflow.interop.sklearn.StochasticFlowOutlier` uses it.
+        0.01` flags one ordinary row in a hundred. The fraction is computed from 2,000 samples; for a row with
+        missing cells, the same cells of the samples are ignored. For rows less likely than all samples the
+        fraction still decreases, so that extreme rows remain ranked. Rows that violate a relation of the
+        columns get the penalty described in `log_prob`. An `rf.tables.KernelDensity` of the same table often
+        ranks anomalies better; `roughflow.interop.sklearn.StochasticFlowOutlier` uses it.
         """
         if self.model.num_given:
             raise ValueError("anomaly does not support conditional densities: fit all columns together")
         values = self.log_prob(rows, key=key, violation="penalty")
-        return less_likely(values, self._sampled_log_prob)
+        if not isinstance(self.model, MixedDensity):
+            return less_likely(values, self._sampled_log_prob)
+        # A row with missing cells is compared with samples in which the same cells are missing.
+        patterns, which = np.unique(self.model.missing(rows), axis=0, return_inverse=True)
+        found = np.empty(len(values))
+        for i, missing in enumerate(patterns):
+            samples = self.sample(ANOMALY_SAMPLES, key=jax.random.key(1)).astype(object)
+            samples[:, missing] = None
+            some = which.ravel() == i
+            found[some] = less_likely(values[some], self.log_prob(samples))
+        return found
 
     @functools.cached_property
     def _sampled_log_prob(self) -> np.ndarray:

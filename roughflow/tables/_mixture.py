@@ -10,13 +10,13 @@ import numpy as np
 import scipy
 from jaxtyping import PRNGKeyArray
 
-from .._checks import check_count, check_key
+from .._checks import check_count, check_key, warn
 from .._show import count as count_of, listed
 from ..density import AbstractEstimator, Estimate
 from ..faq import see
 from ..train import Links, folds, hold_out, mean_and_error, rng_of
 from ._arrays import is_frame
-from ._columns import MISSING, UNKNOWN, Encoding, Violation, cells_of, check_violation
+from ._columns import MISSING, UNKNOWN, Encoding, Relations, Violation, cells_of, check_violation
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # candidate numbers of components
 MIN_ROWS_PER_COMPONENT = 12
@@ -171,7 +171,7 @@ def fit_mixture(
 def best_count(
     rows: Rows, widths: np.ndarray, scored: tuple[np.ndarray, np.ndarray], links: Links, held_out: Rows | None
 ) -> tuple[int, np.ndarray, np.ndarray]:
-    """Choose the number of components with the highest log-likelihood of unseen rows; also return the
+    """Choose the number of components with the highest log-likelihood of unseen rows. Also return the
     log-densities of these rows under that mixture and under a single component.
 
     The unseen rows are `held_out` or, if it is None, the folds of cross-validation. `scored` contains their
@@ -474,10 +474,7 @@ class MixedDensity(eqx.Module):
         """Draw the missing cells of each row `count` times: `(count, n, d)`."""
         cells = cells_of(rows, self.columns, "rows")[0]
         numbers, codes = self.encoding.encode(cells)
-        if np.any(codes == UNKNOWN):
-            raise ValueError(
-                "rows has a category that does not occur in the training table: replace it by a missing value"
-            )
+        _check_known("rows", codes)
         count = check_count("count", count)
         drawn = self.encoding.decode(*self.mixture.complete(numbers, codes, rng_of(check_key(key), 0), count))
         drawn = drawn.reshape(count, len(numbers), self.num_columns)
@@ -498,7 +495,13 @@ class MixedDensity(eqx.Module):
         cells = cells_of(rows, self.columns, "rows")[0]
         empty = np.full(len(cells[0]), np.nan)
         kept = [cell if name in given else empty for name, cell in zip(self.columns, cells, strict=True)]
-        return Conditional(self, *self.encoding.encode(kept), tuple(given))
+        numbers, codes = self.encoding.encode(kept)
+        _check_known("rows", codes)
+        return Conditional(self, numbers, codes, tuple(given))
+
+    def missing(self, rows: Any) -> np.ndarray:
+        """A mask of the missing cells of rows, `(n, d)`."""
+        return self.encoding.absent(*self.encode(rows))
 
     def with_noise(self, diffusion: Any, *, fading: float | None = 0.5) -> "MixedDensity":
         """Raise an error, because there is no flow."""
@@ -533,8 +536,12 @@ class Conditional:
     given: tuple[str, ...]
 
     def log_prob(self, rows: Any) -> np.ndarray:
-        """log p(other columns | given columns) of each row, in closed form. `rows` must have all columns."""
-        own = self.model.encoding
+        """log p(other columns | given columns) of each row, in closed form. `rows` must have all columns,
+        with the same values in the given ones."""
+        own, (numbers, codes) = self.model.encoding, self.model.encode(rows)
+        same = np.isnan(self.numbers) | np.isclose(numbers, self.numbers, rtol=1e-6, atol=0)
+        if not (same.all() and np.all((self.codes == MISSING) | (codes == self.codes))):
+            raise ValueError(f"rows differ from the given cells in the columns {', '.join(self.given)}")
         known = self.model.mixture.log_prob(self.numbers, self.codes) - own.log_scale(self.numbers)
         return self.model.log_prob(rows) - known
 
@@ -622,6 +629,14 @@ class Conditional:
         return share, mean, std, (table[:, 1] / table.sum(axis=1), at)
 
 
+def _check_known(argument: str, codes: np.ndarray) -> None:
+    if np.any(codes == UNKNOWN):
+        raise ValueError(
+            f"{argument} has a category that does not occur in the training table: replace it by a missing "
+            "value"
+        )
+
+
 def _check_no_given(given: Any) -> None:
     if given is not None:
         raise ValueError("a mixture models all columns: use fitted.conditional(rows, given=[...])")
@@ -629,7 +644,8 @@ def _check_no_given(given: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class MixedFit:
-    """A fitted mixture, and log-densities of unseen rows under the mixture and under a single component."""
+    """A fitted mixture, and log-densities of unseen rows under the mixture and under a single component,
+    times the weights of the rows."""
 
     model: MixedDensity
     values: np.ndarray
@@ -658,6 +674,7 @@ def fit_mixed(
     }
     encoding = Encoding.of(cells, names, types)
     numbers, codes = encoding.encode(cells)
+    _warn_of_relations(encoding, numbers)
     if len(numbers) < 2:
         raise ValueError(f"data has 1 row: use at least two, preferably hundreds{see('no-density')}")
     weights = _checked_weights(weights, len(numbers))
@@ -669,6 +686,7 @@ def fit_mixed(
     cross, held_out = False, None
     if not isinstance(validation, float | int):
         aside = encoding.encode(cells_of(validation, names, "validation")[0])
+        _check_known("validation", aside[1])
         train, held_out = np.arange(len(numbers)), Rows(*aside, encoding.sizes, np.ones(len(aside[0])))
     elif links.count < SMALL or not validation:
         train, cross = np.arange(len(numbers)), True
@@ -679,8 +697,27 @@ def fit_mixed(
     count, values, single = best_count(rows.at(train), widths, scored, links.at(train), held_out)
     scale = encoding.log_scale(scored[0])
     model = MixedDensity(encoding, fit_mixture(rows, widths, count))
-    labels = links.labels if held_out is None else np.arange(len(scale))
-    return MixedFit(model, values - scale, single - scale, labels, cross)
+    labels, share = (links.labels, weights) if held_out is None else (np.arange(len(scale)), held_out.weights)
+    # A weighted mean is the mean of values times weights. Rows of weight zero may have density zero.
+    share = share / share.mean()
+    weighted = lambda part: np.where(share > 0, share * (part - scale), 0.0)
+    return MixedFit(model, weighted(values), weighted(single), labels, cross)
+
+
+def _warn_of_relations(encoding: Encoding, numbers: np.ndarray) -> None:
+    """Warn if a continuous column is a linear function of others, because a mixture then has no density."""
+    which = [j for j, i in enumerate(encoding.numeric) if encoding.types[i] == "continuous"]
+    rows = numbers[:, which]
+    rows = rows[~np.isnan(rows).any(axis=1)]
+    if len(rows) <= 2 * len(which) or (relations := Relations.of(rows, len(which))) is None:
+        return
+    names = [encoding.columns[encoding.numeric[j]] for j in which]
+    dependent = ", ".join(repr(names[i]) for i in relations.removed)
+    warn(
+        f"columns that are linear functions of others have no density: {dependent}. A mixture does not "
+        "remove them, so the score is too high and samples satisfy the relation only roughly: drop them"
+        + see("no-density")
+    )
 
 
 def _checked_weights(weights: Any, count: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from .._checks import check_count, check_key, check_number, warn
 from ..faq import see
 from ..train import Links, TrainingOptions, mean_and_error, rng_of
-from ._arrays import joined, real_numbers
+from ._arrays import frame_names, is_frame, joined, real_numbers
 from ._columns import Relations
 from ._families import Family
 from ._fit_density import fit_density
@@ -220,6 +220,8 @@ def fit_regression(
     target = np.asarray(real_numbers("y", y), float)
     if target.ndim != 1:
         raise ValueError(f"y must have one value for each row, got shape {target.shape}{see('shapes')}")
+    if family not in (None, "gaussian", "marginals", "flow"):
+        raise ValueError(f"family must be 'gaussian', 'marginals', 'flow' or None, got {family!r}")
     rows, num_given = joined("y", target[:, None], given)
     rows[:, 0] = _with_spread(rows)
     links = Links.of(rows)
@@ -227,7 +229,9 @@ def fit_regression(
         members = 1 if links.distinct >= LARGE_TABLE else MEMBERS
     check_count("members", members)
     sizes = Sizes(links.distinct, 1, num_given, links.distinct)
-    options: dict[str, Any] = dict(steps=steps, progress=progress)
+    # With the names of a DataFrame, `Regression.conditional` finds columns by name.
+    names = (_unused_name("y", given), *frame_names("given", given)) if is_frame(given) else ()
+    options: dict[str, Any] = dict(columns=names, steps=steps, progress=progress)
     if family in ("gaussian", "marginals") or (sizes.tiny and family is None and steps is None):
         fitted = fit_density(rows[:, :1], given=rows[:, 1:], key=key, family=family, **options)
         return Regression((fitted.model,), np.array(1.0))
@@ -243,9 +247,15 @@ def fit_regression(
         if fits[-1].interrupted:
             raise KeyboardInterrupt
     if family is None and not _is_better(fits):
-        fitted = fit_density(rows[:, :1], given=rows[:, 1:], key=key, family="gaussian", progress=False)
+        own = {"columns": names, "family": "gaussian", "progress": False}
+        fitted = fit_density(rows[:, :1], given=rows[:, 1:], key=key, **own)
         return Regression((fitted.model,), np.array(1.0))
     return _ensemble(fits)
+
+
+def _unused_name(name: str, frame: Any) -> str:
+    """The name, with underscores before it if a column of the DataFrame has the same name."""
+    return name if name not in frame_names("given", frame) else _unused_name(f"_{name}", frame)
 
 
 def _flow_settings(

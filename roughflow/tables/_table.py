@@ -9,16 +9,19 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from .._checks import check_positive, warn
+from .._checks import check_positive, is_whole, warn
 from .._programs import fold_in
 from ..faq import see
 from ..train import Links, hold_out
 from ._arrays import joined
-from ._closed_form import Gaussian, Marginals
+from ._closed_form import Gaussian, Marginals, constant
 from ._columns import Relations, check_some_free, coarse_step
 
 SPIKE_SHARE = 0.05  # values shared by more than this fraction of the rows are reported
 FAR_TAIL = 100.0  # distance from the median, in interquartile ranges, beyond which a column is reported
+# Single precision has seven digits. In a column whose mean exceeds this multiple of its spread, fewer than
+# three digits of the spread remain.
+MAX_MEAN_TO_SPREAD = 1e4
 MAX_COLUMNS_PER_ROW = 10  # tables with more columns per row are rejected
 Bound = tuple[float | None, float | None]
 Rounding = Mapping[Any, float] | Literal["auto"]
@@ -61,6 +64,10 @@ class Table:
         for name, (low, high) in bounds.items():
             i = _column(name, names, own)
             lower[i], upper[i] = -np.inf if low is None else low, np.inf if high is None else high
+            if not lower[i] < upper[i]:
+                label = repr(names[i]) if names else i
+                message = f"bounds of column {label} must be (lower, upper) with lower below upper"
+                raise ValueError(f"{message}, got ({low}, {high}){see('no-density')}")
         width = _rounding(rows, own, names, rounding)
         auto = isinstance(rounding, str)
         treated = set() if auto else {_column(name, names, own) for name in rounding}
@@ -69,6 +76,7 @@ class Table:
         kept = list(range(rows.shape[1])) if relations is None else relations.kept
         free = [i for i in kept if i < own]
         labels = [repr(names[i]) if names else str(i) for i in kept]
+        _warn_of_few_digits(rows[:, :own], names)
         bounded = {_place(name, names) for name in bounds}
         rows, width = rows[:, kept], width[kept]
         links = Links.of(rows, groups)
@@ -186,12 +194,26 @@ def _column(name: str | int, names: Sequence[str], own: int) -> int:
     index = _place(name, names)
     if not isinstance(index, int) or not 0 <= index < own:
         columns = ", ".join(names) or f"0 to {own - 1}"
-        raise ValueError(f"there is no column {name!r} to model; the columns are {columns}")
+        raise ValueError(f"there is no column {index!r} to model; the columns are {columns}")
     return index
 
 
 def _place(name: str | int, names: Sequence[str]) -> str | int:
+    if is_whole(name):
+        return int(name)
     return list(names).index(name) if name in names else name  # pyright: ignore[reportArgumentType]
+
+
+def _warn_of_few_digits(rows: np.ndarray, names: Sequence[str]) -> None:
+    if jax.config.jax_enable_x64:  # pyright: ignore
+        return
+    mean, spread = rows.mean(axis=0), rows.std(axis=0)
+    few = (np.abs(mean) > MAX_MEAN_TO_SPREAD * spread) & ~constant(rows, mean, spread)
+    for i in np.flatnonzero(few).tolist():
+        warn(
+            f"column {repr(names[i]) if names else i} is {mean[i]:g} ± {spread[i]:g}: samples lose digits in "
+            "single precision; subtract a constant from it, or set JAX_ENABLE_X64=1" + see("few-digits")
+        )
 
 
 def _warn(
