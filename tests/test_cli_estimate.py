@@ -211,6 +211,12 @@ BAD = {
     "a time that is not a number": ([0, 1, "nan", 3, 4, 5], X, "cir", "'date' is 'nan'"),
     "dates and numbers": ([*months(5), "7"], X, "cir", "line 7 cannot be used"),
     "dates of the US": ([f"01/{i:02}/2024" for i in range(1, 7)], X, "cir", "2024-01-31 (year-month-day)"),
+    "months without dashes": (
+        range(201001, 201007),
+        X,
+        "cir",
+        "'date' is 201001, a date without dashes: write 2010-01",
+    ),
     "a date without a time zone": (
         [f"2024-01-0{i}T00:00{'Z' * (i < 5)}" for i in range(1, 7)],
         X,

@@ -115,10 +115,11 @@ BAD = {
     "newest first": (INDEX[::-1], X, "2020-01-03 follows 2020-01-05: sort"),
     "one date twice": ([DATES[0], *DATES[:3]], X, "2020-01-01 follows 2020-01-01: sort"),
     "no unit": (DAYS.astype("timedelta64"), X, "without a unit"),
-    "rows of two lengths": (DAYS, [[1, 2], [1]], "times must be a list of the same length"),
+    "rows of two lengths": (DAYS, [[1, 2], [1]], "times must be a list of arrays too"),
+    "rows as lists": ([1, 2, 3, 4], [[1], [2], [3], [4]], r"for one series pass np.array\(values\)"),
     "a panel of two kinds": ([DAYS, INDEX], [X, X], "the same kind, got dates and numbers"),
     "a panel of two widths": ([DAYS, DAYS], [X, np.stack([X, X], 1)], "columns, got 1 and 2"),
-    "a list too short": ([DAYS], [X, X], "times must be a list of the same length"),
+    "a list too short": ([DAYS], [X, X], "values must be a list of the same length; got 1 and 2"),
     "nothing": ([], [], "values must have shape"),
 }
 

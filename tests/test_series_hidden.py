@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 import pytest
 from scipy import linalg, stats
 
@@ -117,6 +118,8 @@ def test_a_fit_with_inputs_has_the_states_of_the_dense_posterior():
         (np.full((9, 2), np.nan), {}, "values are all missing"),
         (None, {"inputs": (np.zeros(1), np.ones(1))}, "inputs must cover the series"),
         (None, {"initial": "steady"}, "initial must be"),
+        (None, {"initial": [0.5, 0.2]}, "initial needs 1 value, one for each hidden component, got 2"),
+        (None, {"initial": [np.nan]}, "initial must be finite"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(values, options, message):
@@ -145,6 +148,31 @@ def test_a_start_that_is_stationary_or_known():
         given = {"measurement_noise": noise, "initial": initials[name]}
         value = rf.series_likelihood(sde, times, y, key=KEY, **given)(sde)
         np.testing.assert_allclose(value, truth, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("of", [rf.MultivariateNormal, dist.MultivariateNormal])
+def test_a_normal_distribution_of_the_hidden_component_at_the_first_time(of):
+    sde, times, y = data(2)
+    initial = of(jnp.array([0.3]), jnp.array([[0.7]]))
+    likelihood = rf.series_likelihood(sde, times, y, key=KEY, initial=initial)
+    kappa, mu, sigma = map(np.asarray, sde._matrices())
+    grow, shift, covariance = dense(-kappa, lambda t: kappa @ mu, sigma, times)
+    seen = np.isfinite(y.ravel())
+    seen[0] = False
+    mean = shift + grow @ np.array([y[0, 0], 0.3])
+    spread = covariance + 0.7 * np.outer(grow[:, 1], grow[:, 1])
+    truth = stats.multivariate_normal(mean[seen], spread[np.ix_(seen, seen)]).logpdf(y.ravel()[seen])
+    assert likelihood.method == "kalman"
+    np.testing.assert_allclose(likelihood(sde), truth, rtol=0, atol=1e-8)
+
+
+def test_linear_models_are_recognised_in_single_precision():
+    times, counts = 0.2 * np.arange(25), np.round(1 + 0.3 * np.sin(0.2 * np.arange(25)))
+    with jax.enable_x64(False):
+        sde, observe = rf.OrnsteinUhlenbeck(2.0, 1.0, 0.5), rf.series.Counts(log=True)
+        noisy = rf.series_likelihood(sde, times, counts, key=KEY, measurement_noise=0.1)
+        given = rf.series_likelihood(sde, times, counts, key=KEY, initial="stationary", observe=observe)
+    assert (noisy.method, given.method) == ("kalman", "grid")
 
 
 def test_numbers_inside_functions_are_not_taken_for_the_measurement_noise():

@@ -118,6 +118,46 @@ def test_a_fit_with_errors_is_that_of_kalmans_filter():
     assert residuals.uniformity > 0.01
 
 
+@pytest.mark.parametrize("case", ["number", "values", "hidden", "plane"])
+def test_missing_values_before_the_first_are_dropped(case, key):
+    """The flat prior belongs to the first value, in each series of a panel."""
+    lead, rng = 20, np.random.default_rng(1)
+    sde = LINE if case in ("number", "values") else PLANE
+    times, y = observed(sde, 0.1, count=60)
+    if case == "hidden":
+        y[:, 1] = np.nan
+    late = np.where(np.arange(60)[:, None] < lead, np.nan, y)
+    errors = [rng.uniform(0.05, 0.2, y.shape) for _ in range(2)]
+
+    def likelihood(start):
+        noise = {"number": 0.1, "values": [errors[0], errors[1][start:]]}
+        noise["plane"] = noise["values"]
+        panel = [times, times[start:]], [y, late[start:]]
+        return rf.series_likelihood(sde, *panel, key=key, measurement_noise=noise.get(case))
+
+    whole, short = likelihood(0), likelihood(lead)
+    assert whole.method == "kalman"
+    np.testing.assert_allclose(whole(sde), short(sde), rtol=0, atol=1e-9)
+    known = {"measurement_noise": 0.1, "initial": np.zeros(y.shape[1])}
+    whole, short = (rf.series_likelihood(sde, times[i:], late[i:], key=key, **known) for i in (0, lead))
+    assert abs(whole(sde) - short(sde)) > 0.01
+
+
+def test_states_before_the_first_value_are_missing():
+    times, y = observed(LINE, 0.1, count=60)
+    y[:20] = np.nan
+    fit = lambda i: rf.fit_sde(
+        LINE, times[i:], y[i:], key=jax.random.key(0), measurement_noise=0.1, num_starts=1
+    )
+    whole, short = fit(0), fit(20)
+    assert whole.params == pytest.approx(short.params)
+    for states in ("smoothed", "filtered"):
+        mine, other = getattr(whole, states), getattr(short, states)
+        for a, b in zip(mine, other, strict=True):
+            assert np.isnan(a[:20]).all()
+            np.testing.assert_allclose(a[20:], b, rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_cir_with_errors_is_the_same_by_grid_and_particles(key):
     """Some values are negative, which no state is."""

@@ -67,6 +67,8 @@ def test_fixed_parameters_keep_their_values():
     assert result.names == ("sigma",)
     assert result.sde.mu == 0.25
     assert result.params["sigma"] == pytest.approx(np.sqrt(np.mean((np.diff(x) - 0.25) ** 2)), rel=1e-5)
+    same = rf.fit_sde(sde, np.arange(100), x, key=jax.random.key(0), fixed="mu", num_starts=1)
+    assert same.params == result.params
     for fixed, why in ((["nu"], "no parameter is called nu"), (["mu", "sigma"], "all parameters are fixed")):
         with pytest.raises(ValueError, match=why):
             rf.fit_sde(sde, np.arange(100), x, key=jax.random.key(0), fixed=fixed)

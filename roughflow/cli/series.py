@@ -133,9 +133,13 @@ def _times(path: Path, name: str, lines: list[int], cells: list[str], faults: Fa
             other = " (year-month-day)" if OTHER_DATE.fullmatch(cell) else ""
             why = f"{fault(name, cell, number)}, not a date such as 2024-01-31{other}"
             faults.add(line, why)
-    # 20240131 is a valid number, but almost certainly a date.
+    # 20240131 and 202401 are valid numbers, but almost certainly dates.
     if all(re.fullmatch(r"(1[789]|20)\d\d[01]\d[0-3]\d", cell) for cell in cells):
         raise Refused(f"{table_name(path)}: {name!r} is {cells[0]}, a date without dashes: write 2024-01-31")
+    month = r"(1[89]\d\d|2[01]\d\d|2200)(0[1-9]|1[0-2])"
+    if len(cells) >= MIN_VALUES and all(re.fullmatch(month, cell) for cell in cells):
+        dashed = f"{cells[0][:4]}-{cells[0][4:]}"
+        raise Refused(f"{table_name(path)}: {name!r} is {cells[0]}, a date without dashes: write {dashed}")
     return np.array([math.nan if number is None else number for number in numbers])
 
 

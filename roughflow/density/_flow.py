@@ -90,9 +90,9 @@ class StochasticFlow(AbstractStochasticFlow):
         others = self._estimate_from(start, np.asarray(x)[lost], key, None, accuracy)
 
         def merged(part: Array, other: Array) -> Array:
-            part = np.array(part)
-            part[lost] = other
-            return jnp.asarray(part)
+            values = np.array(part)
+            values[lost] = other
+            return jnp.asarray(values)
 
         return jax.tree.map(merged, found, others)
 

@@ -226,7 +226,7 @@ def states(
         curves(ax, time_label or ("time" if one.origin is None else "year") if i == d - 1 else "", name)
         uncertain = (deviation[:, i] > 0).any()
         if uncertain:
-            relative = (mean[:, i] > 0).all() and (deviation[:, i] > 0.3 * mean[:, i]).any()
+            relative = (np.nanmin(mean[:, i]) > 0) and (deviation[:, i] > 0.3 * mean[:, i]).any()
             half = width * np.where(relative, deviation[:, i] / mean[:, i], deviation[:, i])
             low, high = (
                 mean[:, i] * np.exp(side * half) if relative else mean[:, i] + side * half for side in (-1, 1)

@@ -547,8 +547,8 @@ class FittedSDE:
         """The means `(n, d)` of the states given all values, and their standard deviations, at the times of
         the series.
 
-        They are computed by a Kalman smoother for a linear model, otherwise on the grid or by particles. The
-        states of a panel are concatenated.
+        They are computed by a Kalman smoother for a linear model, otherwise on the grid or by particles. With
+        a flat prior, states before the first value are NaN. The states of a panel are concatenated.
         """
         if isinstance(self.likelihood, WholeLikelihood) and self.likelihood.noisy:
             return self.likelihood.smoothed(self.free)

@@ -143,10 +143,15 @@ def panel(times: Any, values: Any, *, partial: bool = False, fewest: int = FEWES
     since the earliest date in the panel. If `partial` is true, values may be missing. `fewest` is the minimum
     length of a series."""
     if _is_nested(times) or _is_nested(values):
-        if not _is_nested(times) or len(times) != len(values):
+        if not _is_nested(times):
             raise ValueError(
-                "values are a list of arrays (a panel), so times must be a list of the same length; "
-                "pass the rows of a single series as an array"
+                "values are a list of lists (a panel), so times must be a list of arrays too; for one series "
+                "pass np.array(values)"
+            )
+        if len(times) != len(values):
+            raise ValueError(
+                f"times are a list of arrays (a panel), so values must be a list of the same length; got "
+                f"{len(times)} and {len(values)}"
             )
         whens, whats = [Times.of(one) for one in times], [as_columns(one) for one in values]
     else:

@@ -123,6 +123,7 @@ class Parameters(eqx.Module):
     def without(self, fixed: Sequence[str]) -> tuple["Parameters", np.ndarray]:
         """Remove the parameters inside the fields `fixed`, which keep their values in the template. Return
         the remaining parameters, and a mask `(p,)` that selects them."""
+        fixed = (fixed,) if isinstance(fixed, str) else fixed
         for field in fixed:
             if not any(_within(name, field) for name in self.names):
                 raise ValueError(

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ..._linear import cholesky, solve_lower
-from ..._programs import jit
+from ..._programs import in_double_precision, jit
 from ...transition import Unchanged
 from ..models import Normal
 from ._particles import Chain
@@ -103,6 +103,7 @@ def affine(space: StateSpace, time: Array, dt: Array) -> tuple[Array, ...]:
     return exact_step(rate, early - 0.25 * dt * later, later, sigma @ sigma.T, dt)
 
 
+@in_double_precision
 def is_linear(space: StateSpace) -> bool:
     """Whether the model is linear and Gaussian, checked at random states: the drift is affine in the state,
     the noise does not depend on the state, values are components of the state, and the first state is
@@ -113,15 +114,24 @@ def is_linear(space: StateSpace) -> bool:
     if space.exact and not type(space.sde).__module__.startswith("roughflow."):
         return False  # the transitions may not follow from drift and diffusion
     try:
-        return bool(is_affine(space)) and _normal_start(space) is not None
+        return is_affine(space) and _starts_normal(_in_doubles(space))
     except (TypeError, NotImplementedError):
         return False
 
 
-@functools.partial(jit, level=1)
-def is_affine(space: StateSpace) -> Array:
+@in_double_precision
+def is_affine(space: StateSpace) -> bool:
     """Whether the SDE is linear at random states, and whether a step equals two half steps and is therefore
-    exact."""
+    exact. Single precision cannot tell, so the check uses double precision."""
+    return bool(_is_affine(_in_doubles(space)))
+
+
+def _in_doubles(space: StateSpace) -> StateSpace:
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, float) if eqx.is_inexact_array(leaf) else leaf, space)
+
+
+@functools.partial(jit, level=1)
+def _is_affine(space: StateSpace) -> Array:
     rows, d = space.rows, space.rows.fixed.shape[1]
     places = np.unique(np.linspace(0, len(rows.dt) - 1, PROBES).astype(int))
     time, dt = rows.times[rows.before[places]], rows.dt[places]
@@ -142,23 +152,29 @@ def is_affine(space: StateSpace) -> Array:
     return good & close(mean, whole[1]) & close(spread, whole[2]) & jnp.all(jnp.isfinite(drift))
 
 
-def _normal_start(space: StateSpace) -> Normal | None:
-    """The distribution of the unobserved components of the first state if it is normal, else None. Components
+def _starts_normal(space: StateSpace) -> bool:
+    """Whether the unobserved components of the first state are known, normal, or have a flat prior."""
+    start = space.start()
+    if not hasattr(start, "log_prob") or isinstance(start, Normal):
+        return True
+    if not isinstance(space.coordinates, Unchanged):
+        return False
+    probes = np.random.default_rng(1).normal(size=(2, len(space.unknown)))
+    bends = [jax.hessian(lambda x: jnp.sum(start.log_prob(x)))(jnp.asarray(x)) for x in probes]
+    return np.allclose(*bends, rtol=CLOSE, atol=0) and bool(np.isfinite(bends[0]).all())
+
+
+def _normal_start(space: StateSpace) -> Normal:
+    """The distribution of the unobserved components of the first state, which must be normal. Components
     that are known or have a flat prior have zero variance."""
-    start, u = space.start(), len(space.unknown)
-    if start is None or not hasattr(start, "log_prob"):
-        return Normal(jnp.zeros(u), jnp.zeros((u, u)))
+    start, zero = space.start(), jnp.zeros(len(space.unknown))
+    if not hasattr(start, "log_prob"):
+        return Normal(zero, jnp.zeros((len(zero), len(zero))))
     if isinstance(start, Normal):
         return start
-    if not isinstance(space.coordinates, Unchanged):
-        return None
     log_prob = lambda x: jnp.sum(start.log_prob(x))
-    probes = np.random.default_rng(1).normal(size=(2, u))
-    bends = [jax.hessian(log_prob)(jnp.asarray(x)) for x in probes]
-    if not np.allclose(*bends, rtol=CLOSE, atol=0) or not np.isfinite(bends[0]).all():
-        return None
-    covariance = jnp.linalg.inv(-bends[0])
-    return Normal(probes[0] + covariance @ jax.grad(log_prob)(jnp.asarray(probes[0])), covariance)
+    covariance = jnp.linalg.inv(-jax.hessian(log_prob)(zero))
+    return Normal(covariance @ jax.grad(log_prob)(zero), covariance)
 
 
 def linear_model(space: StateSpace) -> LinearModel:
@@ -177,7 +193,6 @@ def linear_model(space: StateSpace) -> LinearModel:
         error = error.at[:, :c].set(deviations[:, :c] ** 2)
         value = jnp.where(rows.fixed, value, value.at[:, :c].set(rows.values[:, :c]))
     start, unknown = _normal_start(space), np.array(space.unknown, int)
-    assert start is not None
     known = jnp.where(rows.fixed, value, jnp.zeros((n, d)).at[:, unknown].set(start.mean[None]))
     covariance = jnp.zeros((d, d)).at[np.ix_(unknown, unknown)].set(start.covariance)
     flat = np.isin(np.arange(d), unknown) & (space.start() is None)

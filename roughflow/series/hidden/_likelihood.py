@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
 from ..._checks import check_callable, is_traced
 from ..._programs import jit
@@ -19,7 +19,7 @@ from ...faq import see
 from ...sde import AbstractItoSDE, AbstractSDE, noise_dimension
 from ...transition import AbstractCoordinates, Effort, Transition, forwards, linear
 from .._likelihood import NOISE as NAME, AbstractLikelihood, information_by_differences
-from .._observed import Observed
+from .._observed import FEWEST, Observed
 from .._parameters import POSITIVE, UNIT, Domain, Parameters
 from ..models import AbstractNamedSDE, exact_transition
 from ._grid import (
@@ -412,13 +412,13 @@ class HiddenLikelihood(AbstractLikelihood):
         if self.of_sde.mesh is not None:
             smoothed, _ = _on_grid(self, jnp.asarray(free, float), True)
             return self._given(*smoothed)
-        path, deviation = (np.asarray(part) for part in _smoothed(self, jnp.asarray(free, float)))
-        if np.isnan(path).any() or np.isnan(deviation).any():
+        mean, deviation = (np.asarray(part) for part in _smoothed(self, jnp.asarray(free, float)))
+        if np.isnan(mean).any() or np.isnan(deviation).any():
             raise ValueError(
                 f"smoothed states do not exist, because the estimate of {self._vanishing(free)} is zero: fix "
                 "it at another value with fixed=, or fit a simpler SDE"
             )
-        return path, deviation
+        return self._given(mean, deviation)
 
     def _vanishing(self, free: np.ndarray) -> str:
         """The name of the positive parameter that is smallest relative to its starting value."""
@@ -432,12 +432,12 @@ class HiddenLikelihood(AbstractLikelihood):
         """Means and standard deviations of the states given the values so far, at the times of the series."""
         if self.of_sde.method == KALMAN:
             _, mean, deviation = _kalman_filtered(self, jnp.asarray(free, float))
-            return np.asarray(mean), np.asarray(deviation)
+            return self._given(mean, deviation)
         if self.of_sde.mesh is not None:
             return self._given(*_on_grid(self, jnp.asarray(free, float), False)[0])
         return self._given(*self._particles(free, key)[1])
 
-    def _given(self, mean: Array, deviation: Array) -> tuple[np.ndarray, np.ndarray]:
+    def _given(self, mean: ArrayLike, deviation: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
         """Select the means and standard deviations at the times of the series; NaN at times without values,
         for which the filter has no state."""
         given = np.asarray(self.of_sde.rows.given)
@@ -565,32 +565,29 @@ def _on_grid(
 
 @functools.partial(jit, level=1)
 def _smoothed(likelihood: HiddenLikelihood, free: Array) -> tuple[Array, Array]:
-    """Means and standard deviations `(n, d)` of the states at the times of the series given all values."""
+    """Means and standard deviations `(n, d)` of all states given all values."""
     of_sde, space = likelihood.of_sde, likelihood.space(free)
     if of_sde.method == KALMAN:
         path, variances = smoothed_states(linear_model(space), space.rows.fixed)
-        return _in_states(space, path, variances, of_sde.rows.given)
+        return _in_states(space, path, variances)
     mode = Search.mode(space, of_sde.path).best
-    mean, deviation = smoothed_by_particles(space, mode, of_sde.key, of_sde.num_particles)
-    return mean[of_sde.rows.given], deviation[of_sde.rows.given]
+    return smoothed_by_particles(space, mode, of_sde.key, of_sde.num_particles)
 
 
-def _in_states(space: StateSpace, path: Array, variances: Array, given: np.ndarray) -> tuple[Array, Array]:
-    """Convert coordinates and their covariances to states and their standard deviations, at the times of the
-    series."""
+def _in_states(space: StateSpace, path: Array, variances: Array) -> tuple[Array, Array]:
+    """Convert coordinates and their covariances to states and their standard deviations."""
     x = jax.vmap(space.coordinates.to_state)(path)
     slopes = jax.vmap(space.slopes)(x)
     deviations = jnp.sqrt(jnp.diagonal(variances, axis1=1, axis2=2)) / slopes
-    return x[given], deviations[given]
+    return x, deviations
 
 
 @functools.partial(jit, level=1)
 def _kalman_filtered(likelihood: HiddenLikelihood, free: Array) -> tuple[Filtered, Array, Array]:
-    """The Kalman filter of a linear model, and the means and standard deviations of the states at the times
-    of the series."""
+    """The Kalman filter of a linear model, and the means and standard deviations of all states."""
     space = likelihood.space(free)
     found = kalman_filter(linear_model(space), space.rows.fixed)
-    return found, *_in_states(space, found.mean, found.covariance, likelihood.of_sde.rows.given)
+    return found, *_in_states(space, found.mean, found.covariance)
 
 
 @functools.partial(jit, level=1)
@@ -652,6 +649,7 @@ class Setup:
         first = self.effort or Effort(num_functions=1, num_paths=32, num_steps=2)
         whole = self.blank(first, KALMAN)  # a linear SDE needs no intermediate states
         observation, space = self.observation, whole.space(self.sde)
+        _check_values(space)
         _check_coordinates(self.coordinates, jnp.asarray(self._typical, float))
         if observation.observe is not None:
             _check_observe(space, self._typical)
@@ -731,31 +729,34 @@ class Setup:
         noisy = noise is not None or errors is not None
         known = _is_known(self.sde, observation.initial)
         plain = observe is None and not noisy
-        observed = np.isfinite(series[0].values[0]) if plain else np.zeros(columns, bool)
         at = jnp.asarray(self._typical)
         exact = self.exact and inputs is None and exact_transition(self.sde, at, jnp.ones(())) is not None
         drawn = method in BY_PATHS
         knots = np.asarray(inputs.times) if isinstance(inputs, Inputs) else np.zeros(0)
         if (method == GRID and d > 1) or (drawn and observation.steps is not None):
             knots = np.zeros(0)
-        # With a grid, times at which all values are missing are dropped.
-        empty = method == GRID and plain and d > 1
+        flat, empty = observation.initial is None, method == GRID and plain and d > 1
+        kept = [_kept(one, flat, empty) for one in series]
+        series = [
+            dataclasses.replace(one, times=one.times[keep], values=one.values[keep])
+            for one, keep in zip(series, kept, strict=True)
+        ]
+        observed = np.isfinite(series[0].values[0]) if plain else np.zeros(columns, bool)
         rows = rows_of(
-            _without_empty(series) if empty else series,
+            series,
             dimension=d,
             observe=observe is not None,
             noisy=noisy,
-            errors=errors,
+            errors=errors and [error[keep] for error, keep in zip(errors, kept, strict=True)],
             known_start=known,
             knots=knots,
             num_steps=effort.num_steps if drawn and not exact and observation.steps is None else 0,
             euler_steps=observation.steps if drawn else None,
         )
-        if empty:
-            kept = np.concatenate([np.isfinite(one.values).any(axis=1) for one in series])
-            given = np.full(len(kept), -1)
-            given[kept] = rows.given
-            rows = dataclasses.replace(rows, given=given)
+        every = np.concatenate(kept)
+        given = np.full(len(every), -1)
+        given[every] = rows.given
+        rows = dataclasses.replace(rows, given=given)
         return HiddenSeries(
             rows=rows,
             path=jnp.zeros((len(rows.times), d)),
@@ -787,11 +788,15 @@ def _dimension(sde: Any, driven: Any, series: Sequence[Observed], observation: O
     return d
 
 
-def _without_empty(series: Sequence[Observed]) -> list[Observed]:
-    """The series without the times at which all values are missing."""
-    seen = [np.isfinite(one.values).any(axis=1) for one in series]
-    pairs = zip(series, seen, strict=True)
-    return [dataclasses.replace(one, times=one.times[s], values=one.values[s]) for one, s in pairs]
+def _kept(series: Observed, flat: bool, empty: bool) -> np.ndarray:
+    """A mask `(N,)` of the times that have a state. A flat prior belongs to the first value, so earlier times
+    are dropped. If `empty` is true, so are all other times at which all values are missing."""
+    seen = np.asarray(np.isfinite(series.values).any(axis=1))
+    seen[0] |= not flat  # any other prior belongs to the first time
+    kept = seen if empty else np.logical_or.accumulate(seen)
+    if kept.sum() < FEWEST and not empty:
+        raise ValueError(f"a series needs at least {FEWEST} times from its first value on, got {kept.sum()}")
+    return kept
 
 
 def _check_observe(space: StateSpace, at: np.ndarray) -> None:
@@ -845,6 +850,20 @@ def _check_euler(space: StateSpace, at: np.ndarray) -> None:
             "steps requires noise in all components, because otherwise an Euler step has no density: omit "
             "steps to fit the SDE in continuous time"
         )
+
+
+def _check_values(space: StateSpace) -> None:
+    """Raise an error if the values of the first state do not fit the hidden components."""
+    start, count = None if isinstance(space.initial, str) else space.start(), len(space.unknown)
+    if start is None or hasattr(start, "log_prob"):
+        return
+    if start.size != count:
+        raise ValueError(
+            f"initial needs {count} value{'s' * (count != 1)}, one for each hidden component, "
+            f"got {start.size}"
+        )
+    if not jnp.isfinite(start).all():
+        raise ValueError(f"initial must be finite, got {start}")
 
 
 def _check_start(space: StateSpace, observation: Observation, sde: Any) -> None:

@@ -168,7 +168,7 @@ class StateSpace(eqx.Module):
             return stationary(inner, self.fields, self.rows.fixed.shape[1], self.unknown)
         if callable(found) and not hasattr(found, "log_prob"):
             found = found(self.sde.sde if isinstance(self.sde, Driven) else self.sde)
-        return found if found is None or hasattr(found, "log_prob") else jnp.atleast_1d(jnp.asarray(found))
+        return found if found is None or hasattr(found, "log_prob") else jnp.ravel(jnp.asarray(found))
 
     def deviations(self) -> Array | None:
         """Standard deviations `(n, c)` of the measurement errors; None if values are exact."""
