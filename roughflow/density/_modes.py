@@ -186,7 +186,9 @@ class Cloud(eqx.Module):
         known = np.isfinite(end).all(axis=1)
         design = np.column_stack([np.ones(known.sum()), xi[known]])
         rest = end[known] - design @ np.linalg.lstsq(design, end[known])[0]
-        return bool(known.all() and np.all(np.abs(rest).max(axis=0) <= LINEAR * end.std(axis=0)))
+        if not known.all() or len(xi) < 2 * design.shape[1]:  # with few draws, any map fits
+            return False
+        return bool(np.all(np.abs(rest).max(axis=0) <= LINEAR * end.std(axis=0)))
 
     def starts(self, x: Array, count: int) -> Array:
         """Starting points of searches for each x, `(B, count, D)`: zero, the draws that end nearest to x in

@@ -176,9 +176,9 @@ class FittedDensity(Fitted):
             return less_likely(values, self._sampled_log_prob)
         # A row with missing cells is compared with samples in which the same cells are missing.
         patterns, which = np.unique(self.model.missing(rows), axis=0, return_inverse=True)
-        found = np.empty(len(values))
+        drawn, found = self.sample(ANOMALY_SAMPLES, key=jax.random.key(1)), np.empty(len(values))
         for i, missing in enumerate(patterns):
-            samples = self.sample(ANOMALY_SAMPLES, key=jax.random.key(1)).astype(object)
+            samples = np.array(drawn, object)
             samples[:, missing] = None
             some = which.ravel() == i
             found[some] = less_likely(values[some], self.log_prob(samples))
