@@ -275,3 +275,11 @@ def test_in_many_dimensions_paths_around_modes_follow_early_unless_few_points_ne
     assert limit(50, 3) == _ladder.MAX_PATHS_WITHOUT_GRID
     assert limit(500, 3) > 4 * _ladder.MAX_PATHS_WITHOUT_GRID
     assert limit(50, 2) > 4 * _ladder.MAX_PATHS_WITHOUT_GRID
+
+
+def test_a_round_of_many_points_has_no_more_paths_than_a_round_of_few(key):
+    """1,000 points of a flow fitted to the star data took more than 400 s on two cores."""
+    climb = _ladder.Climb(np.zeros((1000, 2)), key, rf.density.Accuracy())
+    most = {len(needed): climb.limit(2**16, needed) for needed in (np.full(k, 2.0**13) for k in (4, 250))}
+    assert most[4] == 2**16
+    assert 250 * most[250] <= _ladder.PATHS_PER_ROUND["cpu"]

@@ -51,11 +51,10 @@ DEFAULT_TOLERANCE = 0.05  # target of the total error in nats, if the user gives
 ACCEPTED_ERROR = 0.1
 FIRST_PATHS = 256  # number of paths in the first round
 PATHS_BEYOND_GRID = 32  # around modes, for densities below about 1e-7 of the maximum
-MAX_PATHS_PER_POINT = 2**14
-# if many points in three and more dimensions need more, paths around modes are better
+# Maximum number of paths in a round, of all points together, if the user gives no tolerance.
+PATHS_PER_ROUND = {"cpu": 2**19, "gpu": 2**22}
+# If many points in three and more dimensions need more paths, paths around modes are better.
 MAX_PATHS_WITHOUT_GRID = 2**12
-# maximum number of paths of all points together, if there are few points
-PATHS_OF_FEW = {"cpu": 2**18, "gpu": 2**22}
 # If at most this share of the points is left and the user gives no tolerance, no other method is compiled.
 FEW_LEFT = 0.01
 MAX_PATHS_AROUND_MODES = 2**10  # if the user gives no tolerance
@@ -86,14 +85,14 @@ class Ladder(AbstractEstimator):
 
     Each method is applied only to the points for which the earlier ones were not accurate enough:
 
-    1. **Paths** drawn from the distribution of the driver with scrambled Sobol' numbers: 256, then four times
-       as many, and so on until the total error is below the tolerance (0.05 by default); at most 16,384 or,
-       for a few points, 65,536. If many points in three and more dimensions need more than 4,096, step 3
-       follows instead. All paths are solved with half of the driver's functions and steps, and some also with
-       all of them; the difference corrects the value and bounds the remaining error. If the remaining error
-       is too large, all paths are solved with all functions and steps. If no tolerance is given, an error of
-       0.1 is accepted in the end. If at most one point in a hundred is then left, no other method is used,
-       and points with poor weights are flagged.
+    1. **Paths** drawn from the distribution of the driver with scrambled Sobol' numbers: 256 per point, then
+       four times as many, and so on until the total error is below the tolerance (0.05 by default), or until
+       a round would need more than 2¹⁹ paths for all points together (2²² on a GPU). If many points in three
+       and more dimensions need more than 4,096, step 3 follows instead. All paths are solved with half of the
+       driver's functions and steps, and some also with all of them; the difference corrects the value and
+       bounds the remaining error. If the remaining error is too large, all paths are solved with all
+       functions and steps. If no tolerance is given, an error of 0.1 is accepted in the end. If at most one
+       point in a hundred is then left, no other method is used, and points with poor weights are flagged.
     2. In one and two dimensions, a **grid** (`rf.density.Grid`). It comes first if there are many points,
        because its cost does not depend on their number, or if the SDE contracts strongly, because prior draws
        may then miss paths.
@@ -353,9 +352,8 @@ class Climb:
         has_grid = self.x.shape[1] <= max(GRID_POINTS)
         if not has_grid and np.sum(needed > MAX_PATHS_WITHOUT_GRID) > FEW_LEFT * len(self.x):
             return min(max_paths, MAX_PATHS_WITHOUT_GRID)
-        count = int(np.sum(needed > MAX_PATHS_PER_POINT))
         device = "cpu" if jax.default_backend() == "cpu" else "gpu"
-        return min(max_paths, max(MAX_PATHS_PER_POINT, PATHS_OF_FEW[device] // max(count, 1)))
+        return min(max_paths, PATHS_PER_ROUND[device] // max(len(needed), 1))
 
 
 def total_error(parts: Parts) -> np.ndarray:

@@ -299,10 +299,11 @@ def _search(latent: Latent, x: Array, xi: Array) -> Modes:
 
 def _end_and_jacobian(latent: Latent, xi: Array) -> tuple[Array, Array]:
     """Φ(ξ) `(B, d)` and DΦ(ξ) `(B, d, D)`. Samples are independent, so each row of DΦ costs one vjp for the
-    whole batch."""
+    whole batch. All rows at once are faster on a GPU, but take twice as long on a CPU in ten dimensions."""
     end, pull = jax.vjp(lambda y: latent.end(y)[0], xi)
     basis = jnp.eye(end.shape[1], dtype=end.dtype)
-    gradients = jax.lax.map(lambda e: pull(jnp.broadcast_to(e, end.shape))[0], basis)
+    at_once = None if jax.default_backend() == "cpu" else len(basis)
+    gradients = jax.lax.map(lambda e: pull(jnp.broadcast_to(e, end.shape))[0], basis, batch_size=at_once)
     return end, jnp.swapaxes(gradients, 0, 1)
 
 
