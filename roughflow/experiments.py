@@ -181,7 +181,7 @@ class Run:
         value = np.array(estimate.log_prob, float)
         lost = np.flatnonzero(np.isneginf(value))
         if lost.size and estimator is not None:
-            # No path to these points was found; many more paths give a lower bound.
+            # None of the paths reaches these points. Many more paths give a lower bound on the density there.
             many = rf.PullBack(MANY, estimator.proposal)
             value[lost] = model.log_prob(x[lost], key=self.key("lost"), estimator=many)
         gap = np.asarray(distribution.log_prob(x), float) - value

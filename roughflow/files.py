@@ -310,7 +310,7 @@ def class_of(name: str, known: dict[str, type]) -> type:
     if not there and qualified.isidentifier():
         raise UnknownName(f"the file holds {name}, which the installed {package} lacks{see('loading')}")
     if not (there and isinstance(there[0], type) and issubclass(there[0], eqx.Module)):
-        raise UnknownName(f"the file names {name}, which is not a part of a model{see('loading')}")
+        raise UnknownName(f"the file refers to {name}, which is not a part of a model{see('loading')}")
     return there[0]
 
 

@@ -244,7 +244,8 @@ def write_report(
     own = aside if len(aside) else data
     judged = _Judged.of(fitted, own if held_out is None else np.asarray(held_out, float), keys[:2])
     score = (fitted.score if held_out is None else None) or judged.score(held_out is not None)
-    counts = f"{len(data):,}, " + (f"{len(aside):,} of them for validation" if len(aside) else "all to fit")
+    use = f"{len(aside):,} of them for validation" if len(aside) else "all used in the fit"
+    counts = f"{len(data):,}, {use}"
     noted = [*notes, *([judged.estimate.warning] if judged.estimate.warning else [])]
     with warnings.catch_warnings():
         # Ignore warnings about missing glyphs and about axes with a single step.

@@ -102,7 +102,7 @@ class RoughPath(eqx.Module):
     def stratonovich(self) -> "RoughPath":
         """The Stratonovich lift from the Itô lift of Brownian motion: 𝕏 + ½(t − s)I."""
         if self.geometric:
-            raise ValueError("stratonovich needs an Itô lift, but this path is geometric")
+            raise ValueError("stratonovich needs an Itô lift, but this path is already geometric")
         return self._shifted(0.5, True)
 
     def _shifted(self, share: float, geometric: bool) -> "RoughPath":

@@ -34,8 +34,8 @@ def test_a_function_cannot_be_saved_and_leaves_the_old_file(key, tmp_path):
     [
         ("os:system", r"^the file contains an object of os\.system: pass"),
         ("subprocess:Popen", r"^the file contains an object of subprocess\.Popen: pass"),
-        ("roughflow:fit", r"^the file names roughflow:fit, which is not a part of a model"),
-        ("equinox:filter_jit", r"^the file names equinox:filter_jit, which is not a part of a model"),
+        ("roughflow:fit", r"^the file refers to roughflow:fit, which is not a part of a model"),
+        ("equinox:filter_jit", r"^the file refers to equinox:filter_jit, which is not a part of a model"),
         ("roughflow.files:importlib.import_module", r"which is not a part of a model"),
         ("roughflow:files.read_archive", r"which is not a part of a model"),
         ("roughflow:plots", r"which the installed roughflow lacks"),

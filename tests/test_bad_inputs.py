@@ -424,7 +424,7 @@ TABLES = [
         "bounds of column 0 must be (lower, upper) with lower below upper",
     ),
     ("rf.fit_density(X, key=KEY, bounds={np.int64(0): (nan, 1)})", "lower below upper, got (nan, 1)"),
-    ("rf.fit_density(X, key=KEY, types={np.int64(0): 'integer'})", "column 'x1' is not integer: its values"),
+    ("rf.fit_density(X, key=KEY, types={np.int64(0): 'integer'})", "column 'x1' cannot be 'integer': values"),
     ("rf.fit_density(X, key=KEY, family='mixture', bounds={0: (0, 1)})", "does not support bounds=: omit"),
     (
         "rf.fit_density(X, key=KEY, types={}, flow=rf.tables.FlowOptions(width=5))",

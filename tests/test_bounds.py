@@ -239,5 +239,5 @@ def test_the_unbiased_estimate_and_its_slope_have_no_bias(key):
 def test_the_unbiased_estimate_refuses_a_tolerance_and_jit(key):
     with pytest.raises(ValueError, match=r"^Unbiased takes no tolerance"):
         ou().estimate(jnp.zeros(1), key=key, estimator=rf.Unbiased(), tolerance=0.1)
-    with pytest.raises(ValueError, match=r"^Unbiased draws the number of paths: call it outside jit"):
+    with pytest.raises(ValueError, match=r"^Unbiased draws a random number of paths: call it outside of jit"):
         jax.eval_shape(lambda key: ou().log_prob(jnp.zeros(1), key=key, estimator=rf.Unbiased()), key)

@@ -223,7 +223,7 @@ BAD = {
         "cir",
         "lines 6, 7 cannot be used, the first because 'date' is '2024-01-05T00:00', without a time zone",
     ),
-    "only missing ones": (range(2), ["", "nan"], "vasicek", "has 0 values of 'rate'"),
+    "only missing ones": (range(2), ["", "nan"], "vasicek", "has 0 values in column 'rate'"),
     "not identified": (
         range(3),
         [1.0, 2.0, 1.5],

@@ -139,10 +139,8 @@ def test_stop_and_resume(refused, tmp_path, capsys, monkeypatch):
     others = [("seed", 0, 1), ("validation", 0.1, 0.2), ("steps", 6, 7), ("noise", 0.0, 0.5), ("width", 4, 5)]
     for option, before, now in others:
         said = refused(*command, "--resume", f"--{option}", now)
-        assert f"holds a run with --{option} {before}, but this run is with --{option} {now}:" in said
-    assert "a run without --rounding, but this run is with" in refused(
-        *command, "--resume", "--rounding", "a=1"
-    )
+        assert f"holds a run with --{option} {before}, not with --{option} {now}:" in said
+    assert "a run without --rounding, not with" in refused(*command, "--resume", "--rounding", "a=1")
     good = (tmp_path / "data.csv").read_text()
     table(tmp_path / "data.csv", seed=1)
     assert "another run: data" in refused(*command, "--resume")

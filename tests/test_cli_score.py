@@ -111,7 +111,7 @@ def test_scores_that_were_cut_short_go_on(fitted, tmp_path, capsys, monkeypatch,
     assert capsys.readouterr().err == f"roughflow: {told}\n"
 
     assert "holds an interrupted run" in refused(*command)
-    assert "with --seed 0, but this run is with --seed 1" in refused(*command, "--resume", "--seed", "1")
+    assert "with --seed 0, not with --seed 1" in refused(*command, "--resume", "--seed", "1")
     rows = (fitted / "data.csv").read_text().splitlines(keepends=True)
     Path("other.csv").write_text("".join([rows[0], *reversed(rows[1:])]))
     assert "has changed" in refused("score", score[1], "other.csv", "--out", name, "--resume")

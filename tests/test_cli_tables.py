@@ -180,7 +180,7 @@ def test_what_a_mixture_refuses(patients, refused, fitted, tmp_path):
     assert "text, so its type must be 'category'" in fit(*mixture, "--types", "group=integer")
     (tmp_path / "typo.csv").write_text("a,b\n1,2\n1x,3\n2,\n")
     typo = refused("fit", "typo.csv", "--out", "m2.rf", *mixture)
-    assert "line 3 cannot be used, because 'a' is '1x' among numbers" in typo
+    assert "line 3 cannot be used, because 'a' is '1x' in a column of numbers" in typo
     assert "the model has text columns: choose a .csv" in refused(
         "sample", patients / "m.rf", "--out", "s.npy"
     )

@@ -232,7 +232,7 @@ FRAME = pd.DataFrame({"z": [1.0, 2, 4] * 20, "c": list("ab") * 30})
         (
             TEXTS,
             {"types": {"x2": "number"}},
-            "types must be continuous, integer, category, zero-inflated; column 'x2'",
+            "types must be among continuous, integer, category, zero-inflated; column 'x2'",
         ),
         (TEXTS, {"types": {"y": "integer"}}, "types has an unknown column 'y'; the table has x1, x2"),
         (TEXTS, {"weights": [1.0, -1.0]}, "weights must be 30 non-negative numbers"),

@@ -71,7 +71,7 @@ def check_checkpoint(checkpoint: Path, arguments: argparse.Namespace) -> None:
         if before.get(name) != now[name]:
             was, given = (_option_text(name, options.get(name)) for options in (before, now))
             raise Refused(
-                f"{checkpoint} holds a run {was}, but this run is {given}: use the same options to resume, "
+                f"{checkpoint} holds a run {was}, not {given}: use the same options to resume, "
                 f"or --force to start again{see('checkpoints')}"
             )
 

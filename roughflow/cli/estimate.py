@@ -246,7 +246,10 @@ def _compartments(arguments: argparse.Namespace, inputs: tuple[str, ...]) -> rf.
     for name, value in arguments.start.items():
         field, _, pair = name.partition(".")
         if field not in parts or not pair:
-            raise ValueError(f"--start takes exchange.A B=X, gain.A U=X and sigma.A=X; got {name}")
+            raise ValueError(
+                "--start takes values such as 'exchange.room walls=0.5', 'gain.room heating=2' and "
+                f"'sigma.room=0.1'; got {name!r}"
+            )
         parts[field][pair] = value
     order = [*arguments.value, *arguments.hidden]
     if set(parts["sigma"]) != set(order):

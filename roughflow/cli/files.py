@@ -76,7 +76,7 @@ def check_table(path: Path | None, what: str, *, arrays: bool, force: bool, inpu
         return
     check_writable(path, force=force, inputs=inputs)
     if not (is_text(path) or (arrays and is_array(path))):
-        endings = ".csv, .tsv (or either with .gz)" + (" or .npy" if arrays else "")
+        endings = ".csv, .tsv, .csv.gz, .tsv.gz or .npy" if arrays else ".csv, .tsv, .csv.gz or .tsv.gz"
         raise Refused(f"{path}: {what} must end in {endings}")
 
 

@@ -98,7 +98,7 @@ def read_inputs(path: Path, time: str) -> tuple[tuple[str, ...], Series]:
 def _read_columns(path: Path, time: str, columns: Sequence[str]) -> Series:
     if path != STANDARD:
         if not is_text(path):
-            raise Refused(f"{path}: the file of a series must end in .csv, .tsv (or either with .gz)")
+            raise Refused(f"{path}: a series must end in .csv, .tsv, .csv.gz or .tsv.gz")
         check_readable(path)
     cells = list(read_cells(path, [time, *columns]))
     if not cells:
@@ -186,7 +186,7 @@ def _check_values(path: Path, name: str, values: np.ndarray) -> None:
     if len(values) < MIN_VALUES:
         count = f"{len(values)} value{'s' * (len(values) != 1)}"
         least = f"use at least {MIN_VALUES}, preferably hundreds{see('series')}"
-        raise Refused(f"{table_name(path)} has {count} of {name!r}: {least}")
+        raise Refused(f"{table_name(path)} has {count} in column {name!r}: {least}")
     if np.ptp(values) == 0:
         message = f"an SDE cannot be fitted to a constant series{see('series')}"
         raise Refused(f"{table_name(path)}: {name!r} is always {values[0]:g}: {message}")

@@ -47,7 +47,7 @@ def table_name(path: Path) -> str:
 
 
 def counted(dimension: int) -> tuple[str, ...]:
-    """Default names of the columns of a table without names."""
+    """Default column names for a table without names."""
     return tuple(f"x{i + 1}" for i in range(dimension))
 
 
@@ -380,7 +380,7 @@ def _values(
     for line, cell in zip(lines, cells, strict=True):
         number = None if cell.lower() in MISSING else as_number(cell)
         if cell.lower() not in MISSING and (number is None or not abs(number) <= MAX_VALUE):
-            faults.add(line, f"{fault(name, cell, number)} among numbers")
+            faults.add(line, f"{fault(name, cell, number)} in a column of numbers")
         values.append(number)
     return values
 
@@ -467,7 +467,7 @@ def _reader(path: Path) -> Callable[[Path, Sequence[str] | None], Table]:
         return read_text
     readers = {".npy": _read_npy, ".parquet": _read_parquet}
     if path.suffix.lower() not in readers:
-        raise Refused(f"{path}: a table must end in .csv, .tsv (or either with .gz), .npy or .parquet")
+        raise Refused(f"{path}: a table must end in .csv, .tsv, .csv.gz, .tsv.gz, .npy or .parquet")
     return readers[path.suffix.lower()]
 
 
@@ -475,7 +475,7 @@ def _read_npy(
     path: Path, columns: Sequence[str] | None, mapped: bool = False, missing: bool = False
 ) -> Table:
     try:
-        # A memory map needs no memory and detects truncated files.
+        # A memory map does not load the file into memory, and detects truncated files.
         rows = np.load(path, allow_pickle=False, mmap_mode="r")
     except (ValueError, EOFError, OSError, MemoryError) as error:
         raise Refused(f"{path} is not a valid .npy file ({error})") from None

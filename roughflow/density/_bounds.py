@@ -185,7 +185,9 @@ class Unbiased(AbstractEstimator):
         if accuracy.tolerance is not None:
             raise ValueError("Unbiased takes no tolerance: set num_replicates instead")
         if is_traced(key):
-            raise ValueError("Unbiased draws the number of paths: call it outside jit" + see("inside-jit"))
+            raise ValueError(
+                "Unbiased draws a random number of paths: call it outside of jit" + see("inside-jit")
+            )
         x = checked_points(flow, x)
         flat, replicates = jnp.reshape(x, (-1, x.shape[-1])), self.num_replicates
         key_paths, key_levels = jax.random.split(check_key(key))

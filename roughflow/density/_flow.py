@@ -79,7 +79,7 @@ class StochasticFlow(AbstractStochasticFlow):
             )
         if not self.driver.brownian:
             raise ValueError(
-                f"start requires Brownian motion, because the paths of {type(self.driver).__name__} have a "
+                f"start requires Brownian motion, because the paths of {type(self.driver).__name__} have "
                 "memory: use a narrow base such as rf.Normal(start, 0.01)"
             )
         if estimator is not None or grid_applies(self) is not None:

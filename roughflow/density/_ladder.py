@@ -53,7 +53,7 @@ FIRST_PATHS = 256  # number of paths in the first round
 PATHS_BEYOND_GRID = 32  # around modes, for densities below about 1e-7 of the maximum
 # Maximum number of paths in a round, of all points together, if the user gives no tolerance.
 PATHS_PER_ROUND = {"cpu": 2**19, "gpu": 2**22}
-# If many points in three and more dimensions need more paths, paths around modes are better.
+# If many points in three or more dimensions need more paths, paths around modes are better.
 MAX_PATHS_WITHOUT_GRID = 2**12
 # If at most this share of the points is left and the user gives no tolerance, no other method is compiled.
 FEW_LEFT = 0.01
@@ -88,7 +88,7 @@ class Ladder(AbstractEstimator):
     1. **Paths** drawn from the distribution of the driver with scrambled Sobol' numbers: 256 per point, then
        four times as many, and so on until the total error is below the tolerance (0.05 by default), or until
        a round would need more than 2¹⁹ paths for all points together (2²² on a GPU). If many points in three
-       and more dimensions need more than 4,096, step 3 follows instead. All paths are solved with half of the
+       or more dimensions need more than 4,096, step 3 follows instead. All paths are solved with half of the
        driver's functions and steps, and some also with all of them; the difference corrects the value and
        bounds the remaining error. If the remaining error is too large, all paths are solved with all
        functions and steps. If no tolerance is given, an error of 0.1 is accepted in the end. If at most one

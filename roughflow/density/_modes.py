@@ -47,8 +47,8 @@ class Laplace(AbstractProposal):
 
     Near ξ*, a point of least energy with Φ(ξ*) = x, the surface Φ = x is nearly flat, so ξ given x is nearly
     normal: ξ* + (I − Jᵀ(JJᵀ)⁻¹J) ε. For a linear SDE this distribution is exact. For other SDEs, paths may
-    come in several bundles. A few thousand forward draws of the flow are therefore made, and the search
-    starts from those that end nearest to x. Equal modes are merged, and the paths are divided among the
+    come in several bundles. The search therefore starts from those of a few thousand forward
+    draws that end nearest to x. Equal modes are merged, and the paths are divided among the
     modes. One path in five is drawn from the prior, so that a missed bundle is detected and weights stay
     bounded; if no path to x is found, all are drawn from the prior. `rf.PullBack` uses the ratio of the
     prior's density to that of the proposal as a control variate, because its mean is known (Owen & Zhou

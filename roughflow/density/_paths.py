@@ -108,8 +108,8 @@ def coarser(flow: AbstractStochasticFlow) -> AbstractStochasticFlow:
     """The flow with half the driver's functions and half the steps, so that its finer level is the flow.
 
     A path takes a quarter of the time at the coarser level and gives nearly the same weight. Therefore many
-    paths are solved at the coarser level only, and few at both levels, to estimate the difference (multilevel
-    Monte Carlo, Giles 2008).
+    paths are solved at the coarser level only, and a few at both levels, to estimate the difference
+    (multilevel Monte Carlo, Giles 2008).
     """
     driver, grid = flow.driver, flow.integrator
     if isinstance(grid, FixedGrid):
@@ -373,7 +373,7 @@ class PullBack(AbstractEstimator):
 
     Each weight needs one solve backwards from x, to the only start from which the path leads to x. The
     estimate of p(x) is unbiased for any noise, and cheap per path. A path whose backward solve diverges has
-    weight zero. If p(x | ω) is concentrated on few paths, draws from `rf.Prior()`, the default, have uneven
+    weight zero. If p(x | ω) is concentrated on a few paths, draws from `rf.Prior()`, the default, have uneven
     weights: check `effective_paths`. `rf.Laplace()` draws paths around the most likely ones.
 
     The value is not corrected for the finite numbers of driver functions and solver steps; `truncation_error`

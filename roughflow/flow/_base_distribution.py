@@ -78,7 +78,10 @@ class Normal(eqx.Module):
 
     def __check_init__(self):
         if not self.loc.ndim or self.loc.shape != self.log_scale.shape:
-            raise ValueError(f"loc and log_scale have shapes {self.loc.shape} and {self.log_scale.shape}")
+            raise ValueError(
+                "loc and log_scale must have the same shape (d,), "
+                f"got {self.loc.shape} and {self.log_scale.shape}"
+            )
 
     @property
     def scale(self) -> Array:

@@ -174,11 +174,11 @@ class Field(eqx.Module):
         """The field, checked for errors: dz/ds, its divergence, and the `rf.flow.Status` `(B,)` of each
         sample.
 
-        Distances are measured in spreads of the process, per coordinate. A sample has **escaped** if it would
-        travel its distance from the centre plus one spread in less than 1/escape_rate of the horizon, or if
-        it overflowed after a jump from `start`, the state at the beginning of the step. Any other value that
-        is not finite counts as an error of the model. One sample must not invalidate the whole batch, so a
-        field that is not finite is set to zero. A field that is too large is multiplied by a smooth factor,
+        Distances are in units of the spread of the process in each coordinate. A sample has **escaped** if it
+        would travel its distance from the centre plus one unit in less than 1/escape_rate of the horizon, or
+        if it overflowed after a jump from `start`, the state at the beginning of the step. Any other value
+        that is not finite counts as an error of the model. One sample must not invalidate the whole batch, so
+        a field that is not finite is set to zero. A field that is too large is multiplied by a smooth factor,
         so that the steps of an adaptive solver do not become extremely small. Below a hundredth of the escape
         rate this factor is exactly one.
         """

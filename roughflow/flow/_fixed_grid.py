@@ -290,8 +290,9 @@ class FixedGrid(AbstractIntegrator):
         solver = diffrax.Dopri5() if solver is None else solver
         if isinstance(solver, diffrax.Euler):
             raise ValueError(
-                "Euler's method converges to the wrong equation on a random path; use a method of order "
-                "2 or more, or rf.simulate with rf.flow.EulerMaruyama()" + see("refused-methods")
+                "Euler's method on a random path converges to the solution of a different equation; use a "
+                "method of order 2 or more, or rf.simulate with rf.flow.EulerMaruyama()"
+                + see("refused-methods")
             )
         if not isinstance(solver, diffrax.AbstractERK):
             raise TypeError(
@@ -386,7 +387,7 @@ class CountedGrid(AbstractIntegrator):
         return jax.lax.fori_loop(0, total, step, start_of(z))
 
     def finer(self, driver: AbstractDriver, noise_dimension: int) -> AbstractIntegrator:
-        raise NotImplementedError("a counted grid cannot be refined")
+        raise NotImplementedError("a CountedGrid cannot be refined")
 
 
 def default_steps(order: int, driver: AbstractDriver, noise_dimension: int) -> int:

@@ -56,7 +56,7 @@ class ConstantMemory(AbstractGradient):
             raise ValueError(f"coupling must lie in (0, 1], got {self.coupling}")
 
 
-# Distance, in spreads of the process, that a state may travel per horizon (`Field.guarded`).
+# Distance, in units of the spread of the process, that a state may travel per horizon (`Field.guarded`).
 ESCAPE_RATE = 1e5
 
 

@@ -170,7 +170,7 @@ class Davie(AbstractScheme):
         self, sde: AbstractSDE, t: Array, dt: Array, z: Array, increment: Array, area: Array | None = None
     ) -> Array:
         if area is None:
-            raise TypeError("Davie needs the areas of a rough path: use it with rf.simulate")
+            raise TypeError("Davie.step needs the areas of a rough path: pass area, or call rf.simulate")
         sigma, products = _products(sde, t, z)
         return z + sde.drift(t, z) * dt + sigma @ increment + jnp.einsum("jik,jk->i", products, area)
 

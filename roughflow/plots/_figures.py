@@ -369,7 +369,7 @@ def training(
         raise TypeError(f"history must be the history of a fit (fitted.history), got {shown(history)}")
     step, loss = np.asarray(history.step), np.asarray(history.loss)
     if not np.isfinite(loss).any():
-        raise ValueError("history.loss has no finite value to draw")
+        raise ValueError("history.loss has no finite value to plot")
     ax = curves(ax, "step", "loss (nats)")
     ax.plot(step, loss, color=SKY, linewidth=0.5, alpha=0.7)
     smooth = _moving_mean(loss, window or max(1, len(loss) // 50))

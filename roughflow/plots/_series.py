@@ -210,8 +210,8 @@ def states(
         mean, deviation = (part[rows] for part in result.smoothed)
         if not np.isfinite(mean).any():
             raise ValueError(
-                "the smoothed states are not finite: fix the value of a noise parameter that is on its "
-                "boundary"
+                "the smoothed states are not finite: if a noise parameter is on its boundary, fix it at "
+                "another value with fixed="
             )
     else:
         mean, deviation = one.values, np.zeros_like(one.values)

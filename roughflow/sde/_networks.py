@@ -304,7 +304,7 @@ class ConstantDiffusion(eqx.Module):
 
     def __check_init__(self):
         if self.matrix.ndim < 1:
-            raise ValueError(f"matrix has shape {self.matrix.shape}")
+            raise ValueError(f"matrix must have shape (d, m), or (d,) if diagonal, got {self.matrix.shape}")
 
     def __call__(self, t: Array, z: Array) -> Array | lx.DiagonalLinearOperator:
         del t, z

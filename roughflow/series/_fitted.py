@@ -403,7 +403,7 @@ class FittedSDE:
     def residuals(self, *, key: PRNGKeyArray) -> Residuals:
         """Generalised residuals, uniform under the model, with tests of uniformity and independence."""
         if isinstance(self.likelihood, VaryingLikelihood):
-            raise ValueError("residuals require the same parameters for all series: fit without varying")
+            raise ValueError("residuals require the same parameters for all series: fit without varying=")
         if self._hidden is not None:
             uniform = self._hidden.residuals(self.free, check_key(key))
             return tested(uniform, None, self.likelihood.penalty)
@@ -522,7 +522,7 @@ class FittedSDE:
         if self._hidden is not None:
             return _in_default_precision(self._hidden.at_estimates(self.free))
         if not isinstance(self.likelihood, Likelihood):
-            raise ValueError("series_likelihood requires an SDE without memory, and no varying parameters")
+            raise ValueError("series_likelihood does not support processes with memory or varying parameters")
         return _in_default_precision(self.likelihood.of_sde)
 
     def posterior(self, log_prior: Callable[[AbstractSDE], Array] | None = None) -> SeriesPosterior:
@@ -576,7 +576,7 @@ class FittedSDE:
         """The parameters that vary between series, by name: their means and standard deviations `(S,)` given
         each series and the estimated population."""
         if not isinstance(self.likelihood, VaryingLikelihood):
-            raise ValueError("no parameter varies between series: fit with varying")
+            raise ValueError("no parameter varies between series: set varying= in rf.fit_sde")
         return self.likelihood.own(self.free)
 
     @property

@@ -333,7 +333,8 @@ class Encoding(eqx.Module):
             if name not in names:
                 raise ValueError(f"types has an unknown column {name!r}; the table has {', '.join(names)}")
             if kind not in COLUMN_TYPES:
-                raise ValueError(f"types must be {', '.join(COLUMN_TYPES)}; column {name!r} has {kind!r}")
+                wanted = ", ".join(COLUMN_TYPES)
+                raise ValueError(f"types must be among {wanted}; column {name!r} has {kind!r}")
         found = [_typed(name, column, types.get(name)) for name, column in zip(names, cells, strict=True)]
         moments = [
             _unit(column) if part[0] != "category" else (0.0, 1.0)
@@ -547,7 +548,7 @@ def _typed(name: str, column: np.ndarray, wanted: str | None) -> tuple[str, tupl
         step = step or grid_step(present)
         if not step and len(levels) > 1:
             example = max(levels, key=lambda level: abs(level - round(level)))
-            message = f"column {name!r} is not integer: its values, such as {example!r}, do not lie on a grid"
+            message = f"column {name!r} cannot be 'integer': values such as {example!r} do not lie on a grid"
             raise ValueError(f"{message}; use types={{{name!r}: 'continuous'}}")
         return kind, (), step
     if kind == "zero-inflated":

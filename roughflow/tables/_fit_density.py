@@ -79,8 +79,8 @@ def fit_density(
     - "marginals": a Gaussian of columns that are transformed separately (`rf.tables.Marginals`);
     - "flow": a normalizing flow, trained in two stages. **Regression** (`rf.Interpolant`) learns the velocity
       that carries a normal distribution to the standardised rows. Regression solves no differential equation,
-      so thousands of steps take a minute. **Likelihood** (`rf.MaximumLikelihood`) then improves the density
-      by the last tenths of a nat. Each stage returns the model with the lowest validation loss.
+      so thousands of steps take a minute. **Likelihood** (`rf.MaximumLikelihood`) then gains the last few
+      tenths of a nat. Each stage returns the model with the lowest validation loss.
 
     For a table of fewer than 500 distinct rows or groups, the default is the family with the best
     cross-validated score, which may also be a mixture (see below). For a larger table, the default is a flow,
@@ -477,7 +477,7 @@ def _sampled(
     """The table on disk without its validation rows, a sample of its rows (modelled and given columns) for
     moments and maps, and the validation rows."""
     if given is not None:
-        raise ValueError("for a table on disk, use rf.tables.ParquetTable(path, given=[...])")
+        raise ValueError("for a table on disk, set given in rf.tables.ParquetTable(path, given=[...])")
     if groups is not None:
         raise ValueError("groups does not support tables on disk: load the table, or pass validation rows")
     own = len(table.columns) - table.num_given

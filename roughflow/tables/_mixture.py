@@ -665,7 +665,7 @@ def fit_mixed(
 ) -> MixedFit:
     """Fit a mixture to a table with numeric and categorical columns and missing cells.
 
-    The number of components is chosen by cross-validation or, for 5,000 rows and more, on validation rows;
+    The number of components is chosen by cross-validation or, for 5,000 or more rows, on validation rows;
     the mixture is then fitted to all rows."""
     cells, names = cells_of(data, names)
     types = {

@@ -268,8 +268,8 @@ Data = Array | DataSource | Batches | None
 def draw(
     data: Array | DataSource | Drawn | None, size: int, key: PRNGKeyArray, index: int | Array = 0
 ) -> Array | None:
-    """A batch of `size` rows drawn with replacement, or all rows of an array that has no more. For `Drawn`,
-    the batch with this index."""
+    """A batch of `size` rows drawn with replacement, or all rows of an array with at most `size` rows.
+    For `Drawn`, the batch with this index."""
     if data is None:
         return None
     if isinstance(data, Drawn):

@@ -85,9 +85,9 @@ class MaximumLikelihood(AbstractObjective):
         if self.bound.estimator.num_paths > 1 and model.noise_dimension and not _exact(model):
             # In 30 dimensions the estimated likelihood rose by 700 nats while the true density decreased.
             raise ValueError(
-                "num_paths must be 1 with an estimated divergence, because the mean of exp(log p + error) "
-                "grows with the error, which training would exploit; or use divergence=rf.ExactDivergence()"
-                + see("numbers-of-paths")
+                "num_paths must be 1 with an estimated divergence: set num_paths=1 or "
+                "divergence=rf.ExactDivergence(). The mean of exp(log p + error) over several paths grows "
+                "with the error, which training would exploit" + see("numbers-of-paths")
             )
         # In training a failed solve gives NaN, and the loop skips the step; with concrete values it raises an
         # error.
