@@ -1,14 +1,22 @@
-"""Posterior means of models with hidden states, compared with the ground truth of inference-gym.
+"""Posterior means of models with hidden states, compared with inference-gym and with NumPyro's NUTS.
 
 Run `python -m benchmarks.hidden_posteriors FOLDER [small volatility lorenz] [--draws N] [--nuts SECONDS]`.
 FOLDER must contain the files sp500_closing_prices.py, stochastic_volatility_sp500[_small].py and
-convection_lorenz_bridge_unknown_scales.py of that package, and its convection_lorenz_bridge.py as
+convection_lorenz_bridge_unknown_scales.py of inference-gym, and its convection_lorenz_bridge.py as
 lorenz_data.py.
-Draws come from a t distribution around the maximum and are weighted by the posterior. If NumPyro is
-installed, its NUTS sampler draws parameters and states of the same models.
+
+Hidden states are integrated out: the parameters are drawn from a t distribution around the maximum and
+weighted by the posterior, where each draw has its own particles. NUTS (with `--nuts`, the seconds of CPU time
+for each parametrisation) draws parameters and states of the same model, with the states as they are (centred)
+or as functions of the noise (non-centred).
+
+On both sides, the number of effective samples of a parameter is its posterior variance divided by the squared
+Monte Carlo error of its mean: for weights w that sum to one, the error is (Σ w² (x − mean)²)^½; for a chain,
+it includes the autocorrelation (Geyer's estimate in NumPyro). Times are CPU seconds.
 """
 
 import argparse
+import functools
 import importlib.util
 import time
 from collections.abc import Callable
@@ -28,6 +36,7 @@ from roughflow.series.hidden._likelihood import Observation, Setup
 KEY = jax.random.key(0)
 FREEDOM, WIDTH = 5.0, 1.2  # degrees of freedom and width of the proposal
 BATCH = 8  # number of likelihoods computed at a time
+WARM_UP, BLOCK = 500, 100  # steps of NUTS: adaptation, and draws between checks of the time
 norm = jax.scipy.stats.norm.logpdf
 
 
@@ -75,36 +84,65 @@ def volatility_prior(sde: rf.OrnsteinUhlenbeck) -> jax.Array:
 
 
 def weighted(
-    log_density: Callable, start: jax.Array, scale: jax.Array, count: int
+    log_density: Callable, start: jax.Array, scale: jax.Array, count: int, key: jax.Array
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draws `(count, p)` and their weights."""
-    dimension = len(start)
-    white = jax.random.t(KEY, FREEDOM, (count, dimension))
+    """Draws `(count, p)` and their weights. `log_density(z, keys)` takes `BATCH` draws."""
+    key_draw, key_value = jax.random.split(key)
+    white = jax.random.t(key_draw, FREEDOM, (count, len(start)))
     z = start + WIDTH * white @ scale.T
-    proposal = jnp.sum(jax.scipy.stats.t.logpdf(white, FREEDOM), axis=1)
-    value = jax.lax.map(eqx.filter_checkpoint(log_density), z, batch_size=BATCH)
-    weight = np.exp(np.asarray(value - proposal - jnp.nanmax(value - proposal)))
+    keys = jax.random.split(key_value, count)
+    value = jnp.concatenate(
+        [log_density(z[i : i + BATCH], keys[i : i + BATCH]) for i in range(0, count, BATCH)]
+    )
+    value -= jnp.sum(jax.scipy.stats.t.logpdf(white, FREEDOM), axis=1)
+    weight = np.exp(np.asarray(value - jnp.nanmax(value)))
     weight = np.where(np.isfinite(weight), weight, 0)
     return np.asarray(z), weight / weight.sum()
 
 
-def _speed(name: str, size: float, count: int, made: float, spent: float) -> None:
-    rate = size / (spent - made)
-    shown = f"{size:.0f} effective draws of {count}, fit {made:.0f} s, {spent:.0f} s in all"
-    print(f"{name}: {shown}, {rate:.2f} per second", flush=True)
+def sampled(
+    log_density: Callable, start: jax.Array, scale: jax.Array, count: int
+) -> tuple[np.ndarray, np.ndarray, float, float]:
+    """Draws and weights, after a quarter as many draws to adapt the proposal; and the times at which sampling
+    began and ended."""
+    key_pilot, key_draw = jax.random.split(KEY)
+    log_density = eqx.filter_jit(jax.vmap(log_density))
+    z, weight = weighted(log_density, start, scale, count // 4, key_pilot)
+    scale = jnp.linalg.cholesky(jnp.asarray(np.cov(z.T, aweights=weight)))
+    begin = time.process_time()
+    return *weighted(log_density, jnp.asarray(weight @ z), scale, count, key_draw), begin, time.process_time()
 
 
-def report(name: str, draws: np.ndarray, weight: np.ndarray, truth: Any, about: str) -> None:
-    """Print the posterior mean and the ground truth, and their difference in units of the combined Monte
-    Carlo error."""
-    mean = weight @ draws
-    error = np.sqrt(weight**2 @ (draws - mean) ** 2)
+def report(name: str, mean: float, deviation: float, size: float, truth: Any, about: str) -> None:
+    """Print a posterior mean and the ground truth, and their difference in units of the combined Monte Carlo
+    error."""
+    error = deviation / size**0.5
     expected, known = (
         float(getattr(truth, f"IDENTITY_{about}_{part}")) for part in ("MEAN", "MEAN_STANDARD_ERROR")
     )
     distance = (mean - expected) / np.hypot(error, known)
     shown = f"{mean:9.5f} ± {error:.5f}, truth {expected:9.5f} ± {known:.5f}"
-    print(f"  {name:<18} {shown}: {distance:+.1f} errors", flush=True)
+    print(f"  {name:<12} {shown}: {distance:+.1f} errors, {size:.0f} effective", flush=True)
+
+
+def _report_weighted(
+    parameters: dict[str, tuple[np.ndarray, str]], weight: np.ndarray, truth: Any, before: float, spent: float
+) -> None:
+    """Print posterior means, and effective samples per second with and without the seconds `before`
+    sampling."""
+    least = np.inf
+    for name, (draws, about) in parameters.items():
+        mean = weight @ draws
+        variance, error = weight @ (draws - mean) ** 2, weight**2 @ (draws - mean) ** 2
+        least = min(least, variance / error)
+        report(name, mean, variance**0.5, variance / error, truth, about)
+    _speed(least, len(weight), before, spent)
+
+
+def _speed(least: float, count: int, before: float, spent: float) -> None:
+    print(f"  at least {least:.0f} effective of {count}:", end=" ")
+    print(f"{least / spent:.2f} per second of sampling ({spent:.0f} s),", end=" ")
+    print(f"{least / (before + spent):.2f} with compilation and adaptation ({before:.0f} s)", flush=True)
 
 
 def volatility(folder: Path, small: bool, count: int, nuts: float) -> None:
@@ -114,24 +152,25 @@ def volatility(folder: Path, small: bool, count: int, nuts: float) -> None:
     returns = np.diff(prices)[-100 if small else 0 :]
     returns = returns - returns.mean()
     times = np.arange(len(returns)) * 1.0
-    begin = time.perf_counter()
+    print(f"stochastic volatility, {len(returns)} values", flush=True)
+    begin = time.process_time()
     sees = lambda t, x: Centred(jnp.exp(x / 2))
     guess = rf.OrnsteinUhlenbeck(0.05, float(np.log(returns.var())), 0.3)
     fit = rf.fit_sde(guess, times, returns, observe=sees, initial="stationary", key=KEY, num_starts=1)
     posterior = fit.posterior(volatility_prior)
-    made = time.perf_counter() - begin
-    z, weight = weighted(eqx.filter_jit(posterior), posterior.start, posterior.scale, count)
-    spent = time.perf_counter() - begin
-    size = 1 / np.sum(weight**2)
-    _speed(f"volatility, {len(returns)} values", size, count, made, spent)
+    log_density = lambda z, key: posterior(z)
+    z, weight, made, end = sampled(log_density, posterior.start, posterior.scale, count)
     found = {name: np.asarray(part, float) for name, part in posterior.constrain(z).items()}
     persistence = np.exp(-found["kappa"])
     noise = found["sigma"] * np.sqrt((1 - persistence**2) / (2 * found["kappa"]))
-    report("persistence", persistence, weight, truth, "PERSISTENCE_OF_VOLATILITY")
-    report("mean", found["mu"], weight, truth, "MEAN_LOG_VOLATILITY")
-    report("noise", noise, weight, truth, "WHITE_NOISE_SHOCK_SCALE")
-    if nuts and importlib.util.find_spec("numpyro"):
-        _nuts(_volatility_model, (jnp.asarray(returns),), ("persistence", "mean", "noise"), nuts)
+    parameters = {
+        "persistence": (persistence, "PERSISTENCE_OF_VOLATILITY"),
+        "mean": (found["mu"], "MEAN_LOG_VOLATILITY"),
+        "noise": (noise, "WHITE_NOISE_SHOCK_SCALE"),
+    }
+    _report_weighted(parameters, weight, truth, made - begin, end - made)
+    abouts = {name: about for name, (_, about) in parameters.items()}
+    _nuts(_volatility_model, (jnp.asarray(returns),), abouts, truth, nuts)
 
 
 def lorenz(folder: Path, count: int, nuts: float) -> None:
@@ -142,7 +181,8 @@ def lorenz(folder: Path, count: int, nuts: float) -> None:
     )
     values, step = np.asarray(data.OBSERVED_VALUES, float), data.STEP_SIZE
     times = step * np.arange(len(values))
-    begin = time.perf_counter()
+    print("stochastic Lorenz bridge", flush=True)
+    begin = time.process_time()
     domains = {name: rf.series.Domain(lower=0.0) for name in ("innovation_scale", "scale")}
     observation = Observation(observe=SeesFirst(jnp.asarray(1.0)), initial=Centred(jnp.ones(3)), steps=1)
     sde, effort = Lorenz(jnp.asarray(0.5)), rf.transition.Effort(1, 256, 1)
@@ -152,37 +192,34 @@ def lorenz(folder: Path, count: int, nuts: float) -> None:
     likelihood = setup.likelihood(Parameters.of(sde, own), np.zeros(1), domains)
     parameters, of_sde = likelihood.parameters, likelihood.of_sde
 
-    def log_density(z: jax.Array) -> jax.Array:
-        return of_sde(parameters.sde(parameters.from_free(z))) + jnp.sum(norm(z, -1.0, 1.0))
+    def log_density(z: jax.Array, key: jax.Array) -> jax.Array:
+        series = eqx.tree_at(lambda s: s.key, of_sde, key)
+        return series(parameters.sde(parameters.from_free(z))) + jnp.sum(norm(z, -1.0, 1.0))
 
-    compiled = eqx.filter_jit(log_density)
     start, scale = jnp.array([-1.0, 0.0]), jnp.diag(jnp.array([1.0, 0.3]))
-    z, weight = weighted(compiled, start, scale, count // 4)
-    made = time.perf_counter() - begin
-    scale = jnp.linalg.cholesky(jnp.asarray(np.cov(z.T, aweights=weight)))
-    z, weight = weighted(compiled, jnp.asarray(weight @ z), scale, count)
-    spent = time.perf_counter() - begin
-    size = 1 / np.sum(weight**2)
-    _speed("lorenz", size, count, made, spent)
+    z, weight, made, end = sampled(log_density, start, scale, count)
     found = np.exp(z)
-    report("innovation", found[:, 0], weight, truth, "INNOVATION_SCALE")
-    report("observation", found[:, 1], weight, truth, "OBSERVATION_SCALE")
+    abouts = {"innovation": "INNOVATION_SCALE", "observation": "OBSERVATION_SCALE"}
+    drawn = {name: (found[:, i], about) for i, (name, about) in enumerate(abouts.items())}
+    _report_weighted(drawn, weight, truth, made - begin, end - made)
     chosen = np.random.default_rng(0).choice(count, 32, p=weight)
     path = np.array([likelihood.smoothed(z[i])[0] for i in chosen])
+    _report_states(path, 32**0.5, truth)
+    _nuts(_lorenz_model, (jnp.asarray(values), step), abouts, truth, nuts)
+
+
+def _report_states(path: np.ndarray, root: float, truth: Any) -> None:
     wide = np.reshape(truth.IDENTITY_LATENTS_STANDARD_DEVIATION, (-1, 3))
-    error = np.hypot(
-        path.std(axis=0, ddof=1) / 32**0.5, np.reshape(truth.IDENTITY_LATENTS_MEAN_STANDARD_ERROR, (-1, 3))
-    )
+    known = np.reshape(truth.IDENTITY_LATENTS_MEAN_STANDARD_ERROR, (-1, 3))
+    error = np.hypot(path.std(axis=0, ddof=1) / root, known)
     gap = path.mean(axis=0) - np.reshape(truth.IDENTITY_LATENTS_MEAN, (-1, 3))
-    inside, root, most = (
+    inside, mean, most = (
         np.mean(np.abs(gap) < 3 * error),
         np.sqrt(np.mean((gap / wide) ** 2)),
-        np.abs(gap / wide),
+        np.max(np.abs(gap / wide)),
     )
-    print(f"  states: {inside:.1%} of {gap.size} within 3 errors;", end=" ")
-    print(f"{root:.3f} posterior deviations on average, at most {most.max():.3f}", flush=True)
-    if nuts and importlib.util.find_spec("numpyro"):
-        _nuts(_lorenz_model, (jnp.asarray(values), step), ("innovation", "observation"), nuts)
+    print(f"  states: {inside:.1%} of {gap.size} means within 3 errors;", end=" ")
+    print(f"{mean:.3f} posterior deviations on average, at most {most:.3f}", flush=True)
 
 
 def _module(path: Path) -> Any:
@@ -194,7 +231,7 @@ def _module(path: Path) -> Any:
     return module
 
 
-def _volatility_model(returns: Any) -> None:
+def _volatility_model(returns: Any, centred: bool) -> None:
     import numpyro
     from numpyro import distributions as dist
 
@@ -202,49 +239,91 @@ def _volatility_model(returns: Any) -> None:
     persistence = numpyro.deterministic("persistence", 2 * share - 1)
     mean = numpyro.sample("mean", dist.Cauchy(0.0, 5.0))
     noise = numpyro.sample("noise", dist.HalfCauchy(2.0))
-    white = numpyro.sample("white", dist.Normal(0, 1).expand(returns.shape).to_event(1))
-    first = white[0] / jnp.sqrt(1 - persistence**2)
-    step = lambda h, e: (persistence * h + e, persistence * h + e)
-    rest = jax.lax.scan(step, first, white[1:])[1]
-    h = mean + noise * jnp.concatenate([first[None], rest])
+    wide = 1 / jnp.sqrt(1 - persistence**2)
+    if centred:
+        # In units of the data, so that the starting points, which are near zero, have a plausible volatility.
+        log_variance = jnp.log(jnp.var(returns))
+        h = log_variance + _free("h", returns.shape)
+        before = jnp.concatenate([mean[None], mean + persistence * (h[:-1] - mean)])
+        scales = noise * jnp.ones(returns.shape).at[0].set(wide)
+        numpyro.factor("steps", jnp.sum(norm(h, before, scales)))
+    else:
+        white = numpyro.sample("white", dist.Normal(0, 1).expand(returns.shape).to_event(1))
+        step = lambda h, e: (persistence * h + e,) * 2
+        first = white[0] * wide
+        h = mean + noise * jnp.concatenate([first[None], jax.lax.scan(step, first, white[1:])[1]])
     numpyro.sample("returns", dist.Normal(0.0, jnp.exp(h / 2)), obs=returns)
 
 
-def _lorenz_model(values: Any, size: float) -> None:
+def _lorenz_model(values: Any, size: float, centred: bool) -> None:
     import numpyro
     from numpyro import distributions as dist
 
     innovation = numpyro.sample("innovation", dist.LogNormal(-1.0, 1.0))
     observation = numpyro.sample("observation", dist.LogNormal(-1.0, 1.0))
-    white = numpyro.sample("white", dist.Normal(0, 1).expand((len(values), 3)).to_event(2))
-    sde = Lorenz(innovation)
-    step = lambda z, e: (z + size * sde.drift(0.0, z) + jnp.sqrt(size) * innovation * e,) * 2
-    path = jnp.concatenate([white[:1], jax.lax.scan(step, white[0], white[1:])[1]])
+    sde, root = Lorenz(innovation), jnp.sqrt(size) * innovation
+    ahead = lambda z: z + size * sde.drift(0.0, z)
+    if centred:
+        path = _free("path", (len(values), 3))
+        numpyro.factor("first", jnp.sum(norm(path[0])))
+        numpyro.factor("steps", jnp.sum(norm(path[1:], jax.vmap(ahead)(path[:-1]), root)))
+    else:
+        white = numpyro.sample("white", dist.Normal(0, 1).expand((len(values), 3)).to_event(2))
+        step = lambda z, e: (ahead(z) + root * e,) * 2
+        path = jnp.concatenate([white[:1], jax.lax.scan(step, white[0], white[1:])[1]])
     seen = jnp.isfinite(values)
     with numpyro.handlers.mask(mask=seen):
         numpyro.sample("values", dist.Normal(path[:, 0], observation), obs=jnp.where(seen, values, 0.0))
 
 
-def _nuts(model: Callable, data: tuple, names: tuple[str, ...], seconds: float) -> None:
-    """Effective samples per second of NumPyro's NUTS sampler, after warm-up."""
+def _free(name: str, shape: tuple[int, ...]) -> Any:
+    """A state with a flat prior."""
+    import numpyro
+    from numpyro import distributions as dist
+
+    flat = dist.ImproperUniform(dist.constraints.real, (), event_shape=shape)
+    return numpyro.sample(name, flat)
+
+
+def _nuts(model: Callable, data: tuple, abouts: dict[str, str], truth: Any, seconds: float) -> None:
+    """Posterior means by NumPyro's NUTS sampler, and its effective samples per second."""
+    if seconds and importlib.util.find_spec("numpyro"):
+        for centred in (True, False):
+            print(f"  NUTS, {'centred' if centred else 'non-centred'}", flush=True)
+            _nuts_run(functools.partial(model, *data, centred), abouts, truth, seconds)
+
+
+def _nuts_run(model: Callable, abouts: dict[str, str], truth: Any, seconds: float) -> None:
     from numpyro import diagnostics, infer
 
+    begin = time.process_time()
     kernel = infer.NUTS(model)
-    mcmc = infer.MCMC(kernel, num_warmup=300, num_samples=100, progress_bar=False)
-    begin = time.perf_counter()
-    mcmc.warmup(KEY, *data)
-    warm, found = time.perf_counter() - begin, []
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < seconds:
-        mcmc.run(KEY if not found else mcmc.post_warmup_state.rng_key, *data)
-        mcmc.post_warmup_state = mcmc.last_state
-        found.append({name: np.asarray(mcmc.get_samples()[name]) for name in names})
-    spent = time.perf_counter() - begin
-    for name in names:
-        draws = np.concatenate([part[name] for part in found])
-        size = float(diagnostics.effective_sample_size(draws[None]))
-        shown = f"{draws.mean():.5f}, {size:.0f} effective of {len(draws)}, warm-up {warm:.0f} s"
-        print(f"  NUTS {name:<14} {shown}, {size / spent:.2f} per second", flush=True)
+    state = kernel.init(KEY, WARM_UP, None, (), {})
+    finish = kernel.postprocess_fn((), {})
+
+    def step(state: Any, _) -> tuple[Any, Any]:
+        state = kernel.sample(state, (), {})
+        values = finish(state.z)
+        return state, ({name: values[name] for name in abouts}, state.num_steps, state.diverging)
+
+    # MCMC.run would compile anew for each block.
+    block = jax.jit(lambda state: jax.lax.scan(step, state, length=BLOCK))
+    for _ in range(WARM_UP // BLOCK):
+        state = jax.block_until_ready(block(state))[0]
+    made = time.process_time()
+    found = []
+    while time.process_time() - made < seconds:
+        state, drawn = jax.block_until_ready(block(state))
+        found.append(drawn)
+    spent = time.process_time() - made
+    draws, steps, diverged = jax.tree.map(lambda *parts: np.concatenate(parts), *found)
+    least = np.inf
+    for name, about in abouts.items():
+        size = float(diagnostics.effective_sample_size(draws[name][None]))
+        least = min(least, size)
+        report(name, float(draws[name].mean()), float(draws[name].std()), size, truth, about)
+    print(f"  {steps.mean():.0f} gradients per draw, {diverged.mean():.1%} divergent", flush=True)
+    _speed(least, len(steps), made - begin, spent)
 
 
 def main() -> None:
@@ -252,7 +331,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("parts", nargs="*", default=["small", "volatility", "lorenz"])
-    parser.add_argument("--draws", type=int, default=400)
+    parser.add_argument("--draws", type=int, default=4000)
     parser.add_argument("--nuts", type=float, default=0.0)
     chosen = parser.parse_args()
     for part in chosen.parts:
