@@ -1,14 +1,17 @@
 """`roughflow tune`: draws, and that it goes on where it was cut."""
 
+import argparse
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import interrupt_after
 
 import roughflow as rf
 from roughflow.cli import main
+from roughflow.cli.tune import _start
 
 TARGETS = """\
 import jax.numpy as jnp
@@ -52,3 +55,11 @@ def test_tune_draws_from_a_density_stops_and_goes_on(targets, refused, capsys, m
     assert main([*command, "d.csv", "--resume"]) == 0
     assert (targets / "d.csv").read_text() == (targets / "whole.csv").read_text()
     assert not (targets / "d.csv.checkpoint").exists()
+
+
+def test_random_starting_points_outside_the_support_are_drawn_again():
+    half_line = lambda z: jnp.where(z[0] > 0, -z[0], -jnp.inf)
+    options = argparse.Namespace(target="half_line", dimension=1, chains=64)
+    start = _start(half_line, options, jax.random.key(0))
+    assert start.shape == (64, 1)
+    assert np.all(start > 0)

@@ -125,8 +125,8 @@ def test_the_implicit_scheme_keeps_a_stiff_gaussian_at_any_step(key):
     sampler = rf.UnadjustedSampler(sde, 2.0, rf.flow.LinearlyImplicitEuler())
     chain = rf.sample_chain(sampler, jnp.zeros((400, 2)), key=key, num_steps=800, burn_in=800, thin=40)
     np.testing.assert_allclose(np.std(chain, axis=(0, 1)), [1, 1e3**-0.5], rtol=0.05)
-    explicit = rf.sample_chain(sde, jnp.ones((2, 2)), key=key, num_steps=50, dt=2.0)
-    assert not np.all(np.abs(explicit.samples) < 1e6)
+    with pytest.warns(UserWarning, match="^2 of 2 chains diverged: reduce dt"):
+        rf.sample_chain(sde, jnp.ones((2, 2)), key=key, num_steps=500, dt=2.0)
 
 
 def test_minibatches_are_right_on_average_and_reach_the_posterior(key):
@@ -162,6 +162,8 @@ def test_one_start_is_one_chain_and_the_same_key_the_same_chain(key):
     chain, again = (rf.sample_chain(sde, jnp.zeros(2), key=key, num_steps=7, dt=0.1) for _ in range(2))
     assert chain.samples.shape == (7, 2)
     assert np.array_equal(chain, again)
+    numpy_counts = {"num_steps": np.int64(7), "burn_in": np.int64(0), "thin": np.int64(1)}
+    assert np.array_equal(chain, rf.sample_chain(sde, jnp.zeros(2), key=key, dt=0.1, **numpy_counts))
 
 
 def test_a_warm_up_too_short_to_find_a_spread_is_refused(key):
@@ -234,3 +236,39 @@ def test_bad_targets_are_refused_in_one_line(name, key):
     build, message = BAD[name]
     with pytest.raises((TypeError, ValueError), match=message):
         rf.sample_chain(rf.AdjustedSampler(build(), dt=0.1), jnp.zeros(1), key=key, num_steps=3)
+
+
+DENSITIES = {
+    "shape": (lambda z: -(z**2), r"^log_density must return one number for z of shape \(2,\), got \(2,\)"),
+    "NumPy": (
+        lambda z: -np.sum(np.asarray(z) ** 2),
+        r"^log_density, which must use jax.numpy, fails for z of",
+    ),
+    "branch": (lambda z: -z @ z if z[0] > 0 else 0.0, r"^log_density, which must use jax.numpy, fails"),
+    "index": (
+        lambda z: -(z[5] ** 2),
+        r"^log_density, .* fails for z .*: index 5 is out of bounds",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(DENSITIES))
+def test_a_wrong_log_density_is_named_in_one_line(name, key):
+    """JAX would clamp the index and sample from another density."""
+    log_density, message = DENSITIES[name]
+    sampler = rf.AdjustedSampler(rf.overdamped_langevin(log_density, 2), 0.1)
+    with pytest.raises(ValueError, match=message):
+        rf.sample_chain(sampler, jnp.zeros(2), key=key, num_steps=3)
+
+
+def test_a_step_size_is_one_number():
+    with pytest.raises(ValueError, match=r"^dt must be one number, got an array of shape \(2,\)"):
+        rf.AdjustedSampler(rf.overdamped_langevin(lambda z: -z @ z, 2), jnp.ones(2))
+
+
+def test_chains_that_cannot_move_are_reported(key):
+    """At a cusp, where the gradient is infinite, all proposals are rejected."""
+    cusp = lambda z: -jnp.sqrt(jnp.abs(z[0]))
+    sampler = rf.AdjustedSampler(rf.overdamped_langevin(cusp, 1), 0.5)
+    with pytest.warns(UserWarning, match="^1 of 2 chains accept fewer than 1% of the proposals: reduce dt"):
+        rf.sample_chain(sampler, jnp.array([[0.0], [1.0]]), key=key, num_steps=50)

@@ -163,7 +163,7 @@ def test_rhat_is_that_of_arviz(key):
     arviz = pytest.importorskip("arviz")
     draws = np.cumsum(np.asarray(jax.random.normal(key, (4, 200))), axis=1)
     wide = np.arange(1, 5)[:, None] * np.asarray(jax.random.normal(key, (4, 200)))
-    from roughflow.mcmc._sample_chain import rank_rhat
+    from roughflow.mcmc._samplers import rank_rhat
 
     for chains in (draws, wide, wide**3):
         np.testing.assert_allclose(rank_rhat(chains), float(arviz.rhat(chains)), rtol=1e-6)

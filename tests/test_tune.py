@@ -11,6 +11,8 @@ from fits import grouped
 from problems import CAUCHY, cauchy_cdf, kolmogorov
 
 import roughflow as rf
+from roughflow.mcmc._starting_points import _inverse_curvature
+from roughflow.mcmc._tune import SpeedMeasure
 
 BANANA = lambda z: -0.5 * z[0] ** 2 - 0.25 * (z[1] + z[0] ** 2) ** 2
 SPREAD = lambda t, z: jnp.sqrt(1 + z**2)[:, None]
@@ -148,6 +150,36 @@ def test_tuning_cut_in_two_ends_where_the_whole_does(key, tmp_path, interrupt_wh
     assert rest.num_gradients == whole.num_gradients
     assert np.array_equal(rest.z, whole.z)
     assert np.array_equal(rest.history.metrics["acceptance"], whole.history.metrics["acceptance"])
+
+
+class Scaled(eqx.Module):
+    scale: jax.Array
+
+    def __call__(self, t, z):
+        return self.scale * jnp.eye(1)
+
+
+def test_noise_shrinks_where_moves_leave_the_support(key):
+    """Such a move has no gradient of its own: σ grew until all moves were rejected."""
+    half_line = lambda z: jnp.where(z[0] > 0, -z[0], -jnp.inf)
+
+    def loss(scale):
+        sde = rf.targeted_sde(half_line, Scaled(scale))
+        sampler = rf.mcmc.FlowSampler(sde, 1.0, 1)
+        chains = jax.vmap(sampler.init)(jnp.full((8, 1), 1e-3))
+        state = jax.lax.stop_gradient(chains), jnp.zeros(())
+        return SpeedMeasure(chains).step(sampler, None, state, key=key)[0]
+
+    assert jax.jit(jax.grad(loss))(jnp.asarray(1.0)) > 0
+
+
+def test_curvature_is_inverted_in_any_units():
+    """Standard deviations from 10⁻⁶ to 10⁶, correlated."""
+    unit = np.array([1e-6, 1.0, 1e6])
+    covariance = np.array([[1, 0.9, 0], [0.9, 1, 0.3], [0, 0.3, 1]])
+    precision = jnp.asarray(np.linalg.inv(covariance) / np.outer(unit, unit))
+    found = _inverse_curvature(lambda z: -0.5 * z @ precision @ z, jnp.zeros(3))
+    np.testing.assert_allclose(found / np.outer(unit, unit), covariance, atol=1e-6)
 
 
 class Landscape(eqx.Module):

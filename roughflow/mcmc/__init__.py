@@ -1,13 +1,14 @@
 """Stage 9, MCMC: samplers built from SDEs with a given stationary density."""
 
-from ._kernels import (
+from ._samplers import (
     AbstractSampler as AbstractSampler,
     AdjustedSampler as AdjustedSampler,
+    Chain as Chain,
     FlowSampler as FlowSampler,
     Minibatch as Minibatch,
     SamplerInfo as SamplerInfo,
     SamplerState as SamplerState,
     UnadjustedSampler as UnadjustedSampler,
+    sample_chain as sample_chain,
 )
-from ._sample_chain import Chain as Chain, sample_chain as sample_chain
 from ._tune import Tuned as Tuned, WarmedUp as WarmedUp, tune_sampler as tune_sampler, warm_up as warm_up

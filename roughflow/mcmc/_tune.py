@@ -1,11 +1,10 @@
 """Tuning of samplers: warm-up of step size and mass matrix, and learned diffusions."""
 
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import (
@@ -13,9 +12,7 @@ from .._checks import (
     check_count,
     check_flag,
     check_key,
-    finite_array,
     grouped_arguments,
-    warn,
 )
 from .._linear import log_abs_det
 from .._programs import jit
@@ -25,22 +22,18 @@ from ..sde import (
     LocalDiffusion,
     LogDensity,
     Skew,
-    as_target,
     noise_matrix,
     overdamped_langevin,
     targeted_sde,
 )
 from ..train import AbstractStatefulObjective, History, RunOptions, TrainingOptions, fit
-from ._kernels import AbstractSampler, AdjustedSampler, FlowSampler, GradientState, SamplerState, accept
+from ._samplers import AbstractSampler, AdjustedSampler, FlowSampler, GradientState, SamplerState, accept
+from ._starting_points import climbing_gradients, replace_far_points, root_of, starting_points
 
 # Optimal acceptance rate of Langevin proposals in high dimension (Roberts & Rosenthal 1998).
 TARGET_ACCEPTANCE = 0.574
 NUM_ROUNDS = 4  # rounds of warm-up
-CLIMB_STEPS = 50  # Newton iterations of a climb
 ROBUST_RANGE = 3.0  # in robust standard deviations from the median; positions further away are pulled in
-NUM_CLIMBERS = 4  # number of chains that climb to a mode
-TRIAL_DRAWS = 16  # number of draws used to evaluate a normal approximation
-MIXTURE_DRAWS = 512  # number of draws from the mixture of normal approximations
 
 
 class WarmedUp(NamedTuple):
@@ -82,11 +75,12 @@ def warm_up(
     chain = rf.sample_chain(warm.sampler, warm.z, key=jax.random.key(1), num_steps=1000)
     ```
     """
-    z = starts("z0", z0)
+    z = starting_points(z0)
     check_callable("log_density", log_density, "z -> ()")
     check_flag("climb", climb)
     least = least_steps(*z.shape)
-    if check_count("num_steps", num_steps) < least:
+    num_steps = check_count("num_steps", num_steps)
+    if num_steps < least:
         raise ValueError(
             f"num_steps must be at least {least} for {z.shape[0]} chains in {z.shape[1]} dimensions, to "
             f"estimate their covariance, got {num_steps}{see('too-few-steps')}"
@@ -96,13 +90,7 @@ def warm_up(
     AdjustedSampler(overdamped_langevin(log_density, z.shape[1]), dt).check(z)
     key, key_climb = jax.random.split(check_key(key))
     if climb:
-        scale, z, moved = _climb(log_density, z, key_climb)
-        if moved:
-            warn(
-                f"{int(moved)} of {len(z)} starting points z0 have a log density far below that of the bulk "
-                "of the target and were replaced by draws from it: set climb=False to keep them"
-                + see("moved-starts")
-            )
+        scale, z = replace_far_points(log_density, z, key_climb)
         dt = jnp.asarray(z.shape[1] ** (-1 / 3))
     sampler = AdjustedSampler(overdamped_langevin(log_density, z.shape[1], scale=scale), dt)
     sampler.check(z)
@@ -120,111 +108,11 @@ def warm_up(
     return WarmedUp(sampler, z)
 
 
-def starts(name: str, z0: Any) -> Array:
-    z = finite_array(name, z0)
-    if z.ndim != 2 or not z.size:
-        raise ValueError(f"{name} must have shape (chains, d), got {z.shape}")
-    return z
-
-
 def least_steps(chains: int, dimension: int) -> int:
     """The minimum number of steps for which the second half of each round has enough positions to estimate a
     covariance: about two per dimension."""
     each = -(-2 * (dimension + 1) // chains)
     return NUM_ROUNDS * (2 * each - 1)
-
-
-@jit
-def _climb(log_density: LogDensity, z: Array, key: PRNGKeyArray) -> tuple[Array, Array, Array]:
-    """Climb towards modes. Return a square root of the covariance of the best normal approximation, the
-    positions of all chains, and the number of chains that were moved."""
-    target = as_target(log_density)
-    key_trial, key_draw = jax.random.split(key)
-    trials = jax.random.normal(key_trial, (TRIAL_DRAWS, z.shape[1]), z.dtype)
-    # Climbers start at points spread over z0, so that different modes are found.
-    climbers = z[np.unique(np.linspace(0, len(z) - 1, NUM_CLIMBERS).round().astype(int))]
-    # Climbers run one after the other, because LAPACK is slow for batches of small matrices.
-    centres, roots, bounds = jax.lax.map(lambda y: _best_normal(target, y, trials), climbers)
-    best = jnp.argmax(bounds)
-    draws, heights = _resample(target, centres, roots, bounds, key_draw, len(z))
-    fine = jnp.isfinite(bounds[best]) & jnp.all(jnp.isfinite(heights))
-    # The threshold is below the highest draw by twice the distance between highest and lowest draw.
-    low = 2 * jnp.min(heights) - jnp.max(heights)
-    moved = fine & (jax.vmap(target)(z) < low)
-    scale = jnp.where(fine, roots[best], jnp.eye(z.shape[1], dtype=z.dtype))
-    return scale, jnp.where(moved[:, None], draws, z), jnp.sum(moved)
-
-
-def _best_normal(target: LogDensity, start: Array, trials: Array) -> tuple[Array, Array, Array]:
-    """The normal approximation closest to the target among those at the points of a climb: its mean, a square
-    root of its covariance, and E[log p − log q] up to a constant, −inf if there is none."""
-    lengths = 0.5 ** jnp.arange(10.0)
-
-    def uphill(y: Array, _) -> tuple[Array, tuple[Array, Array, Array]]:
-        """A Newton step with the absolute value of the curvature and the best step length, and the normal
-        approximation at y."""
-        covariance = _inverse_curvature(target, y)
-        root = _root(covariance)
-        step = covariance @ jax.grad(target)(y)
-        values = jax.vmap(target)(y[None] + trials @ root.T)
-        inside = jnp.isfinite(values)
-        # If some draws lie outside the support, Jensen's bound includes the log of the fraction inside.
-        share = jnp.mean(inside)
-        bound = jnp.sum(jnp.where(inside, values, 0)) / jnp.maximum(jnp.sum(inside), 1)
-        bound += jnp.log(share) + jnp.linalg.slogdet(root)[1]
-        bound = jnp.where(jnp.all(jnp.isfinite(root)), bound, -jnp.inf)
-        tries = jnp.concatenate([y[None] + lengths[:, None] * step[None], y[None]])
-        heights = jax.vmap(target)(tries)
-        best = jnp.argmax(jnp.where(jnp.isnan(heights), -jnp.inf, heights))
-        return tries[best], (y, root, jnp.where(jnp.isnan(bound), -jnp.inf, bound))
-
-    normals = jax.lax.scan(uphill, start, length=CLIMB_STEPS)[1]
-    best = jnp.argmax(normals[2])
-    return jax.tree.map(lambda leaf: leaf[best], normals)
-
-
-def _resample(
-    target: LogDensity, centres: Array, roots: Array, bounds: Array, key: PRNGKeyArray, count: int
-) -> tuple[Array, Array]:
-    """Draws from the mixture of the normal approximations, resampled with weights p/q so that modes are
-    represented in proportion to their mass; and log p at the draws, −inf if there are no valid draws."""
-    key_unit, key_choose = jax.random.split(key)
-    usable = jnp.isfinite(bounds)
-    roots = jnp.where(usable[:, None, None], roots, jnp.eye(roots.shape[-1], dtype=roots.dtype)[None])
-    unit = jax.random.normal(
-        key_unit, (len(roots), MIXTURE_DRAWS // len(roots), roots.shape[-1]), roots.dtype
-    )
-    draws = jnp.reshape(centres[:, None] + unit @ jnp.swapaxes(roots, 1, 2), (-1, roots.shape[-1]))
-    own = jnp.repeat(usable, unit.shape[1])
-
-    def log_normal(centre: Array, root: Array) -> Array:
-        gaps = jax.scipy.linalg.solve_triangular(root, (draws - centre[None]).T, lower=True)
-        return -0.5 * jnp.sum(gaps**2, axis=0) - jnp.sum(jnp.log(jnp.abs(jnp.diagonal(root))))
-
-    log_parts = jnp.where(usable[:, None], jax.vmap(log_normal)(centres, roots), -jnp.inf)
-    heights = jax.vmap(target)(draws)
-    log_weight = heights - jax.nn.logsumexp(log_parts, axis=0)
-    inside = own & jnp.isfinite(log_weight)
-    weight = jax.nn.softmax(jnp.where(inside, log_weight, -jnp.inf))
-    chosen = jax.random.choice(key_choose, len(draws), (count,), p=jnp.where(inside, weight, 0))
-    return draws[chosen], jnp.where(jnp.any(inside), heights[chosen], -jnp.inf)
-
-
-def climbing_gradients(dimension: int, chains: int) -> int:
-    """The cost of `_climb` in gradients, where a Hessian counts as 2d gradients and a log density as one."""
-    return (
-        min(NUM_CLIMBERS, chains) * CLIMB_STEPS * (2 * dimension + 12 + TRIAL_DRAWS) + MIXTURE_DRAWS + chains
-    )
-
-
-def _inverse_curvature(target: LogDensity, y: Array) -> Array:
-    """The inverse of the absolute value of the Hessian; the identity if the Hessian is zero, as on a cone, or
-    not finite."""
-    hessian = jax.hessian(target)(y)
-    flat = ~jnp.all(jnp.isfinite(hessian)) | jnp.all(hessian == 0)
-    values, vectors = jnp.linalg.eigh(jnp.where(flat, jnp.eye(y.shape[0], dtype=y.dtype), hessian))
-    size = jnp.maximum(jnp.abs(values), 1e-12 * jnp.max(jnp.abs(values)))
-    return (vectors / size[None]) @ vectors.T
 
 
 @jit
@@ -262,17 +150,7 @@ def _spread(places: Array) -> Array:
     rows = gap * (ROBUST_RANGE / jnp.maximum(radius, ROBUST_RANGE))[:, None]
     covariance = jnp.atleast_2d(jnp.cov(rows.T))
     weight = places.shape[-1] / (places.shape[-1] + rows.shape[0])
-    return _root((1 - weight) * covariance + weight * jnp.diag(jnp.diag(covariance)))
-
-
-def _root(covariance: Array) -> Array:
-    """The lower Cholesky factor of a covariance matrix, which is made positive definite if necessary."""
-    width = jnp.sqrt(jnp.maximum(jnp.diagonal(covariance), jnp.finfo(covariance.dtype).tiny))
-    values, vectors = jnp.linalg.eigh(0.5 * (covariance + covariance.T) / jnp.outer(width, width))
-    size = jnp.sqrt(jnp.maximum(values, 1e-12 * jnp.max(values)))
-    # A = M Mᵀ and Mᵀ = QR give A = RᵀR without squaring, which would lose digits.
-    lower = jnp.linalg.qr((vectors * size[None]).T, mode="r").T
-    return width[:, None] * lower * jnp.sign(jnp.diagonal(lower))[None]
+    return root_of((1 - weight) * covariance + weight * jnp.diag(jnp.diag(covariance)))
 
 
 GRADIENTS_PER_STEP = 3  # gradients per training step: one to move, two for a derivative of a gradient
@@ -304,7 +182,7 @@ class SpeedMeasure(AbstractStatefulObjective):
 
     Larger moves are accepted less often. Minimising the loss maximises the size of moves in all directions
     for a given acceptance rate (Titsias & Dellaportas 2019). The weight β is adapted until this rate is
-    `TARGET_ACCEPTANCE`.
+    `TARGET_ACCEPTANCE`. Where a = 0, as outside the support, the loss is E[log |det σ(z)|].
     """
 
     chains: GradientState = eqx.field(metadata=GIVEN)  # initial states
@@ -324,9 +202,10 @@ class SpeedMeasure(AbstractStatefulObjective):
         there, log_ratio, _ = jax.vmap(model.propose)(keys[0], chains)
         moved, info = jax.vmap(accept)(keys[1], log_ratio, there, chains)
         noise = jax.vmap(lambda z: noise_matrix(model.sde.noise(jnp.zeros((), z.dtype), z)))(chains.z)
-        volume = jnp.mean(log_abs_det(noise))
-        acceptance = jnp.mean(info.acceptance)
-        loss = jnp.mean(_cost(log_ratio)) - jnp.exp(log_beta) * volume
+        volumes, acceptance = log_abs_det(noise), jnp.mean(info.acceptance)
+        # log a = −∞ has no gradient: where a move left the support or was not found, σ is made smaller.
+        parts = _cost(log_ratio) - jnp.exp(log_beta) * volumes
+        loss, volume = jnp.mean(jnp.where(jnp.isfinite(log_ratio), parts, volumes)), jnp.mean(volumes)
         next_beta = log_beta + VOLUME_RATE * (acceptance - TARGET_ACCEPTANCE)
         state = jax.lax.stop_gradient((moved, next_beta))
         return loss, (state, {"acceptance": acceptance, "log_volume": volume})
@@ -334,7 +213,7 @@ class SpeedMeasure(AbstractStatefulObjective):
 
 def _cost(log_ratio: Array) -> Array:
     """−log min(1, a). Beyond a threshold it grows only logarithmically, so that a move with a very small a
-    does not dominate; it is zero if the solve failed."""
+    does not dominate; it is zero where a = 0."""
     loss = jnp.where(jnp.isfinite(log_ratio), jnp.maximum(-log_ratio, 0), 0)
     return jnp.where(
         loss < LINEAR_LOSS,
@@ -391,7 +270,7 @@ def tune_sampler(
     chain = rf.sample_chain(tuned.sampler, tuned.z, key=jax.random.key(2), num_steps=100)
     ```
     """
-    z0 = starts("z0", z0)
+    z0 = starting_points(z0)
     check_callable("log_density", log_density, "z -> ()")
     if skew is not None:
         check_callable("skew", skew, "(t, z) -> (d, d)")

@@ -1,20 +1,37 @@
-"""Samplers: transition kernels of an SDE, with or without Metropolis–Hastings correction, and minibatches."""
+"""Samplers: transition kernels of an SDE with or without Metropolis–Hastings correction, and their chains."""
 
 import abc
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+import scipy
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_callable, check_count, check_fields, check_positive, is_traced
+from .._checks import (
+    check_callable,
+    check_count,
+    check_fields,
+    check_instance,
+    check_key,
+    check_memory,
+    check_number,
+    finite_array,
+    is_traced,
+    warn,
+)
 from .._linear import log_abs_det, solve
+from .._programs import jit
+from .._show import count, is_known, table
 from ..faq import see
 from ..flow import AbstractScheme, EulerMaruyama
 from ..sde import (
     AbstractSDE,
+    LogDensity,
     Noise,
     TargetedSDE,
     apply_noise,
@@ -69,6 +86,9 @@ class AbstractSampler(eqx.Module):
 
     def __check_init__(self):
         check_fields(self)
+        if jnp.ndim(self.dt):
+            raise ValueError(f"dt must be one number, got an array of shape {jnp.shape(self.dt)}")
+        check_number("dt", self.dt, above=0)
 
     @abc.abstractmethod
     def init(self, z: Array) -> SamplerState:
@@ -106,9 +126,6 @@ class UnadjustedSampler(AbstractSampler):
     sde: AbstractSDE
     dt: float | Array
     scheme: AbstractScheme = EulerMaruyama()
-
-    def __check_init__(self):
-        check_positive("dt", self.dt)
 
     def check(self, z: Array) -> None:
         check_start("UnadjustedSampler", self.sde, z, square=False)
@@ -155,7 +172,6 @@ class AdjustedSampler(AbstractSampler):
     dt: float | Array
 
     def __check_init__(self):
-        check_positive("dt", self.dt)
         check_adjustable("AdjustedSampler", self.sde)
 
     def check(self, z: Array) -> None:
@@ -240,6 +256,8 @@ def check_adjustable(name: str, sde: AbstractSDE) -> None:
 
 def check_start(name: str, sde: AbstractSDE, z: Array, *, square: bool) -> None:
     """Raise an error if starting points or the target are invalid. With `square`, σ must be square."""
+    if isinstance(sde, TargetedSDE) and sde.log_density is not None and sde.dimension in (None, z.shape[-1]):
+        _check_log_density(sde.log_density, jnp.zeros(z.shape[-1], z.dtype))
     count = noise_dimension(sde, z.shape[-1], f"z0 has dimension {z.shape[-1]}")
     if square and count != z.shape[-1]:
         raise ValueError(
@@ -248,6 +266,31 @@ def check_start(name: str, sde: AbstractSDE, z: Array, *, square: bool) -> None:
         )
     if isinstance(sde, TargetedSDE) and not is_traced(z):
         _check_target(sde, jnp.reshape(z, (-1, z.shape[-1])))
+
+
+def _check_log_density(log_density: LogDensity, z: Array) -> None:
+    """Raise an error unless a log-density can be differentiated at a point of this shape. JAX clamps indices
+    that are out of range; therefore plain functions are also called with a NumPy array."""
+    try:
+        jax.eval_shape(jax.grad(as_target(log_density)), z)
+        if isinstance(log_density, types.FunctionType):
+            _raise_index_error(log_density, np.zeros(z.shape))
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if reason.startswith("log_density must"):
+            raise
+        message = f"log_density, which must use jax.numpy, fails for z of shape {z.shape}: {reason}"
+        raise ValueError(message + see("shapes")) from error
+
+
+def _raise_index_error(function: Callable, z: np.ndarray) -> None:
+    try:
+        with np.errstate(all="ignore"):
+            function(z)
+    except IndexError:
+        raise
+    except Exception:
+        return  # the function requires JAX arrays
 
 
 def _check_target(sde: TargetedSDE, z: Array) -> None:
@@ -389,7 +432,6 @@ class FlowSampler(AbstractSampler):
     num_substeps: int = eqx.field(static=True, default=4)
 
     def __check_init__(self):
-        check_positive("dt", self.dt)
         check_count("num_substeps", self.num_substeps)
         check_adjustable("FlowSampler", self.sde)
 
@@ -483,3 +525,169 @@ class FlowSampler(AbstractSampler):
 
 def _solve(matrix: Array, right: Array) -> Array:
     return solve(matrix[None], right[None])[0]
+
+
+FEW_ACCEPTED = 0.01  # mean acceptance below which there is a warning
+MAX_SHOWN_COORDINATES = 8  # maximum number of coordinates in the printed summary
+
+
+class Chain(eqx.Module):
+    """The result of `rf.sample_chain`. `numpy.asarray(chain)` returns `chain.samples`.
+
+    - `samples`: `(draws, d)`, or `(chains, draws, d)` for several starting points.
+    - `acceptance`: mean acceptance probability of each chain.
+    - `num_gradients`: number of gradients of the log density per chain.
+    """
+
+    samples: Array
+    acceptance: Array
+    num_gradients: int
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        del copy
+        return np.asarray(self.samples, dtype)
+
+    def __repr__(self) -> str:
+        if not is_known(self.samples, self.acceptance):
+            return eqx.tree_pformat(self)
+        samples, dimension = self.samples, self.samples.shape[-1]
+        samples = np.asarray(samples[None] if samples.ndim == 2 else samples)[..., :MAX_SHOWN_COORDINATES]
+        size = f"{count(samples.shape[0], 'chain')} × {count(samples.shape[1], 'draw')} × {dimension}-D"
+        accepted = np.asarray(self.acceptance)
+        spread = f" ({accepted.min():.2f} to {accepted.max():.2f})" if np.ptp(accepted) > 0.005 else ""
+        title = (
+            f"Chain: {size}, acceptance {accepted.mean():.2f}{spread}, {self.num_gradients:,} gradients each"
+        )
+        with np.errstate(all="ignore"):  # diverged draws are included, without warnings
+            rows = [
+                (f"z[{i}]", f"{z.mean():.4g}", f"{z.std():.4g}", f"{rank_rhat(z):.3f}")
+                for i, z in enumerate(np.moveaxis(samples, -1, 0).astype(float))
+            ]
+        more = (
+            [f"  … and {dimension - MAX_SHOWN_COORDINATES} more"] if dimension > MAX_SHOWN_COORDINATES else []
+        )
+        return "\n".join([title, *table(("", "mean", "sd", "R-hat"), rows), *more])
+
+
+def rank_rhat(draws: np.ndarray) -> float:
+    """Rank-normalised R-hat of one coordinate `(chains, draws)`: the maximum of bulk and folded R-hat
+    (Vehtari et al. 2021). It is near 1 if all chains have the same location and scale, and NaN with fewer
+    than four draws per chain."""
+    half = draws.shape[1] // 2
+    if half < 2 or not np.isfinite(draws).all():
+        return float("nan")
+    parts = np.concatenate([draws[:, :half], draws[:, -half:]])
+    return max(_rhat(parts), _rhat(np.abs(parts - np.median(parts))))
+
+
+def _rhat(parts: np.ndarray) -> float:
+    ranks = scipy.stats.rankdata(parts).reshape(parts.shape)
+    normal = scipy.special.ndtri((ranks - 0.375) / (parts.size + 0.25))
+    within, between = normal.var(axis=1, ddof=1).mean(), normal.mean(axis=1).var(ddof=1)
+    if within == 0:
+        return float("inf" if between else "nan")
+    return float(np.sqrt(1 - 1 / parts.shape[1] + between / within))
+
+
+def sample_chain(
+    sampler: AbstractSampler | AbstractSDE,
+    z0: Array,
+    *,
+    key: PRNGKeyArray,
+    num_steps: int,
+    dt: float | None = None,
+    burn_in: int = 0,
+    thin: int = 1,
+) -> Chain:
+    """Run one Markov chain from each row of `z0`, all in parallel.
+
+    **Arguments:**
+
+    - `sampler`: an `rf.mcmc.FlowSampler`, `rf.AdjustedSampler` or `rf.UnadjustedSampler`; an SDE is
+      equivalent to `rf.UnadjustedSampler(sde, dt)`.
+    - `z0`: starting points, `(d,)` or `(chains, d)`; samples of a trained flow give a warm start.
+    - `num_steps`: number of steps after burn-in.
+    - `dt`: step size, if `sampler` is an SDE.
+    - `burn_in`: number of initial steps that are discarded.
+    - `thin`: thinning interval; the last of every `thin` states is kept.
+
+    ```python
+    import jax, jax.numpy as jnp
+    import roughflow as rf
+
+    sde = rf.overdamped_langevin(lambda z: -0.5 * z @ z, 2)
+    chain = rf.sample_chain(sde, jnp.zeros((4, 2)), key=jax.random.key(0), num_steps=1000, dt=0.05)
+    chain.samples.shape  # (4, 1000, 2)
+    ```
+    """
+    num_steps, burn_in = check_count("num_steps", num_steps), check_count("burn_in", burn_in, least=0)
+    thin = check_count("thin", thin)
+    if thin > num_steps:
+        raise ValueError(f"thin must be at most num_steps, {num_steps}, got {thin}")
+    wanted = "a sampler such as rf.AdjustedSampler(sde, dt), or an SDE"
+    check_instance("sampler", sampler, AbstractSampler | AbstractSDE, wanted)
+    if isinstance(sampler, AbstractSDE):
+        if dt is None:
+            raise TypeError("sample_chain needs dt, the step size, for an SDE")
+        sampler = UnadjustedSampler(sampler, dt)
+    elif dt is not None:
+        raise TypeError("the sampler already has a dt: omit dt, or pass the SDE instead of the sampler")
+    z0 = finite_array("z0", z0)
+    if z0.ndim not in (1, 2) or not z0.size:
+        raise ValueError(f"z0 must have shape (d,) or (chains, d), got {z0.shape}")
+    check_memory(f"num_steps={num_steps}", num_steps // thin * z0.size)
+    sampler.check(z0)
+    starts = jnp.atleast_2d(z0)
+    samples, acceptance = _run(sampler, starts, check_key(key), burn_in, num_steps, thin)
+    if z0.ndim == 1:
+        samples, acceptance = samples[0], acceptance[0]
+    _warn_of_bad_chains(samples, acceptance)
+    return Chain(samples, acceptance, burn_in + num_steps)
+
+
+def _warn_of_bad_chains(samples: Array, acceptance: Array) -> None:
+    """Warn if chains diverged, or hardly ever move."""
+    if is_traced(samples):
+        return
+    diverged = int(jnp.sum(~jnp.all(jnp.isfinite(samples), axis=(-2, -1))))
+    still = int(jnp.sum(acceptance < FEW_ACCEPTED))
+    advice = see("my-chain-accepts-few-proposals")
+    if diverged:
+        warn(f"{diverged} of {acceptance.size} chains diverged: reduce dt{advice}")
+    if still:
+        few = f"accept fewer than {FEW_ACCEPTED:.0%} of the proposals"
+        remedy = "reduce dt, or start where the log density has a finite gradient"
+        warn(f"{still} of {acceptance.size} chains {few}: {remedy}{advice}")
+
+
+@jit
+def _run(
+    sampler: AbstractSampler, starts: Array, key: PRNGKeyArray, burn_in: int, num_steps: int, thin: int
+) -> tuple[Array, Array]:
+    def each(key: PRNGKeyArray) -> PRNGKeyArray:
+        return jax.random.split(key, len(starts))
+
+    def block(key: PRNGKeyArray) -> PRNGKeyArray:
+        return jax.vmap(each)(jax.random.split(key, thin))
+
+    def advance(state: SamplerState, keys: PRNGKeyArray) -> tuple[SamplerState, Array]:
+        state, info = jax.vmap(sampler.step)(keys, state)
+        return state, info.acceptance
+
+    def record(state: SamplerState, keys: PRNGKeyArray) -> tuple[SamplerState, tuple[Array, Array]]:
+        state, acceptance = jax.lax.scan(advance, state, keys, unroll=thin == 1)
+        return state, (state.z, jnp.mean(acceptance, axis=0))
+
+    key_burn, key_keep = jax.random.split(key)
+    state = jax.vmap(sampler.init)(starts)
+    if burn_in:
+        burn = jax.random.split(key_burn, burn_in)
+        state, _ = jax.lax.scan(lambda state, key: advance(state, each(key)), state, burn)
+    keys = jax.random.split(key_keep, num_steps // thin)
+    if thin == 1:
+        # Splitting all keys at once is faster than splitting them step by step, and the keys need no more
+        # memory than the draws.
+        _, (samples, acceptance) = jax.lax.scan(record, state, jax.vmap(block)(keys))
+    else:
+        _, (samples, acceptance) = jax.lax.scan(lambda state, key: record(state, block(key)), state, keys)
+    return jnp.swapaxes(samples, 0, 1), jnp.mean(acceptance, axis=0)
