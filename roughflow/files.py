@@ -104,10 +104,13 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "a device or a pipe"
         raise ValueError(f"{path} is {kind}, not a file to write")
-    path.parent.mkdir(parents=True, exist_ok=True)
     # The temporary file is in the same folder, because moves are atomic only within a file system, and has
     # the same extension, because the extension may determine the format.
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write here: {error.strerror}", str(path)) from None
     os.close(handle)
     draft = Path(name)
     try:
@@ -226,7 +229,10 @@ NAMESPACES: dict[str, tuple[str, ...]] = {
         "roughflow.train",
         "roughflow.tables",
         "roughflow.mcmc",
+        "roughflow.transition",
+        "roughflow.series",
         "roughflow.latent",
+        "roughflow.rough",
         "roughflow.datasets",
     ),
     "diffrax": ("diffrax",),
@@ -374,8 +380,9 @@ def save(path: str | PathLike, model: Any) -> None:
     ```
     """
     check_path("path", path)
-    if not isinstance(model, eqx.Module) and isinstance(getattr(model, "model", None), eqx.Module):
-        raise ValueError("the result of a fit contains more than a model: save fitted.model" + see("saving"))
+    for part in ("model", "sde"):
+        if not isinstance(model, eqx.Module) and isinstance(getattr(model, part, None), eqx.Module):
+            raise ValueError(f"the result of a fit contains more than a model: save its .{part}{see('saving')}")
     arrays: dict[str, np.ndarray] = {}
     structure = _encode(model, "model", arrays)
     write_archive(path, {"kind": "model", "version": VERSION, "structure": structure}, arrays)

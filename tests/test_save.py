@@ -2,6 +2,7 @@
 
 import os
 import zipfile
+from types import SimpleNamespace
 
 import equinox as eqx
 import jax
@@ -101,8 +102,23 @@ def test_what_cannot_be_saved_is_named(value, message, tmp_path):
 
 def test_what_a_fit_returns_is_not_a_model(tmp_path):
     fitted = rf.train.Fitted(rf.Normal(jnp.zeros(1)), rf.MaximumLikelihood(), rf.train.History(), False)
-    with pytest.raises(ValueError, match=r"save fitted\.model"):
+    with pytest.raises(ValueError, match=r"save its \.model"):
         rf.save(tmp_path / "m.rf", fitted)
+    with pytest.raises(ValueError, match=r"save its \.sde"):
+        rf.save(tmp_path / "m.rf", SimpleNamespace(sde=rf.BrownianMotion(0.0, 1.0)))
+
+
+def test_a_named_sde_comes_back_in_a_new_process(tmp_path, monkeypatch):
+    """Where nothing has used its name yet."""
+    rf.save(tmp_path / "m.rf", rf.CoxIngersollRoss(1.0, 0.05, 0.1))
+    monkeypatch.delitem(vars(rf), "CoxIngersollRoss")
+    assert rf.load(tmp_path / "m.rf").sigma == 0.1
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="cannot write here: .*file/m.rf"):
+        rf.save(tmp_path / "file" / "m.rf", rf.Normal(jnp.zeros(1)))
 
 
 def test_many_flows_in_one_come_back(key, tmp_path):
