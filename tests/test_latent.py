@@ -11,8 +11,9 @@ import pytest
 import roughflow as rf
 from benchmarks.latent import kalman, oscillator
 from roughflow.latent._bound import mismatch
-from roughflow.latent._fit_latent import Drawn, initial_model
-from roughflow.latent._latent_sde import ROUNDS, combined, input_table
+from roughflow.latent._fit_latent import Drawn, components, initial_model, second_run
+from roughflow.latent._latent_sde import MAX_CHANGE, ROUNDS, combined, input_table, padded
+from roughflow.latent._particles import stepped
 from roughflow.series import panel
 
 KEY = jax.random.key(0)
@@ -65,6 +66,18 @@ def test_likelihoods_with_large_errors_are_flagged():
     assert estimate.suspect.tolist() == [False, True, True]
     assert "2 of 3 log-likelihoods are unreliable, with errors up to 0.9: raise" in estimate.warning
     assert rf.latent.LikelihoodEstimate(*np.zeros((4, 3))).warning is None
+
+
+def test_steps_follow_the_rate_of_the_drift():
+    """An SDE that is much faster than the gaps between observations keeps its stationary variance of 1."""
+    rate, part = 30.0, panel(np.arange(4.0), np.arange(4.0), partial=True)
+    sde = rf.ItoSDE(Linear(jnp.full((1, 1), rate)), rf.ConstantDiffusion(jnp.full(1, (2 * rate) ** 0.5)))
+    model = initial_model(part, 1, None, sde, None, None, 4, KEY)
+    dt, zero = 1 / model.num_steps(jnp.arange(4.0)), jnp.zeros(1)
+    assert dt * rate <= MAX_CHANGE
+    step = lambda z, normal: stepped(model, jnp.asarray(0.0), jnp.asarray(dt), z, normal)
+    kept, added = (slope[0, 0] for slope in jax.jacobian(step, argnums=(0, 1))(zero, zero))
+    assert abs(added**2 / (1 - kept**2) - 1) < 0.01
 
 
 @pytest.mark.parametrize("deviation", [0.1, 1.0, 3.0])
@@ -153,6 +166,8 @@ def test_forecasts_are_those_of_the_sde(fitted):
 
 
 def test_samples_start_at_the_initial_distribution(fitted):
+    dates = np.array(["2020-01-01", "2020-02-01"], "datetime64")
+    assert fitted.model.sample(dates, key=KEY).times[1] == pytest.approx(31 / 365.25)
     paths = fitted.model.sample([0.0, 0.1], key=KEY, num_samples=512)
     np.testing.assert_allclose(paths.states[:, 0].mean(axis=0), fitted.model.initial.loc, atol=0.2)
 
@@ -298,7 +313,52 @@ def test_bad_series_are_refused_in_one_line(times, values, message):
     assert "\n" not in str(error.value)
 
 
+def test_series_that_single_precision_cannot_hold_are_refused():
+    """Without differences in time, observations would be dropped."""
+    seconds = panel(1.7e9 + 60 * np.arange(5.0), np.arange(5.0), partial=True)
+    level = panel(np.arange(5.0), 1e6 + 0.5 * np.arange(5.0), partial=True)
+    assert components(level, 1)[1] < 1
+    with jax.enable_x64(False):
+        with pytest.raises(ValueError, match="times are too far from zero for JAX's precision, float32: sub"):
+            padded(seconds, None, np.zeros(1))
+        assert padded(seconds, 60.0, np.zeros(1)).times[0, -1] == 4
+        with pytest.raises(ValueError, match="column 0 of values varies too little, compared with its size"):
+            components(level, 1)
+
+
+def test_a_fit_that_was_killed_before_its_second_stage_resumes(tmp_path):
+    file = tmp_path / "fit.checkpoint"
+    run = rf.train.RunOptions(checkpoint=file, resume=True)
+    assert not second_run(run).resume
+    second_run(run).checkpoint.touch()
+    assert second_run(run).resume
+    assert second_run(rf.train.RunOptions()) == rf.train.RunOptions()
+
+
+class Joint(eqx.Module):
+    """A distribution with one log-density for all columns together."""
+
+    def log_prob(self, y):
+        return jnp.sum(y)
+
+    def sample(self, key):
+        return jnp.zeros(4)
+
+
 def test_bad_arguments_are_refused(fitted):
+    fit = partial(rf.fit_latent, TIMES, VALUES, dimension=2, key=KEY)
+    with pytest.raises(ValueError, match=r"log_prob\(y\) of .* must have shape \(4,\), .* got \(\)"):
+        fit(decoder=lambda z: Joint())
+    with pytest.raises(ValueError, match=r"decoder must map a state of shape \(2,\) to a distribution with"):
+        fit(decoder=lambda z: z)
+    with pytest.raises(TypeError, match="initial must have the methods sample"):
+        fit(initial="normal")
+    with pytest.raises(ValueError, match="initial must have dimension 2, as the states; got 3"):
+        fit(initial=rf.Normal(jnp.zeros(3)))
+    with pytest.raises(ValueError, match="values are missing: pass times and values, or a function"):
+        rf.fit_latent(TIMES, dimension=2, key=KEY)
+    with pytest.raises(ValueError, match="must return a list of times and a list of values, got an array"):
+        rf.fit_latent(lambda size, rng: np.zeros(9), dimension=2, key=KEY)
     with pytest.raises(ValueError, match="dimension must be a positive whole number"):
         rf.fit_latent(TIMES, VALUES, dimension=0, key=KEY)
     with pytest.raises(ValueError, match="one entry per series, or one for all: got 2 for 12 series"):

@@ -6,6 +6,7 @@ from ._base_distribution import (
     MultivariateNormal as MultivariateNormal,
     Normal as Normal,
     Whitened as Whitened,
+    dimension_of as dimension_of,
     some_points as some_points,
 )
 from ._field import (

@@ -170,21 +170,23 @@ class MultivariateNormal(eqx.Module):
         return jnp.reshape(-0.5 * jnp.sum(residual**2, axis=0) - constant, z.shape[:-1])
 
 
-def dimension_of(base: Base) -> int:
+def dimension_of(base: Base, name: str = "base") -> int:
     """The dimension d of a base, whose points have shape `(d,)`. Raises an error if the object is not a
     base."""
+    wanted = f"{name} must have the methods sample(*, key, shape=()) and log_prob(z), got {shown(base)}"
     if not isinstance(base, Base) or isinstance(base, type):
-        raise TypeError(
-            f"base must have the methods sample(*, key, shape=()) and log_prob(z), got {shown(base)}"
-        )
-    point = jax.eval_shape(lambda: base.sample(key=jax.random.key(0)))
+        raise TypeError(wanted)
+    key = jax.random.key(0)
+    try:
+        point, pair = (jax.eval_shape(lambda s=s: base.sample(key=key, shape=s)) for s in ((), (2,)))
+    except TypeError as error:
+        raise TypeError(f"{wanted}: {error}") from error
     if len(point.shape) != 1:
-        raise ValueError(f"base.sample must return shape (d,) for shape=(), got {point.shape}")
-    pair = jax.eval_shape(lambda: base.sample(key=jax.random.key(0), shape=(2,)))
+        raise ValueError(f"{name}.sample must return shape (d,) for shape=(), got {point.shape}")
     if pair.shape != (2, *point.shape):
-        raise ValueError(f"base.sample must return shape (2, {point.size}) for shape=(2,), got {pair.shape}")
+        raise ValueError(f"{name}.sample must return shape (2, {point.size}) for shape=(2,), got {pair.shape}")
     if (value := jax.eval_shape(base.log_prob, point)).shape:
-        raise ValueError(f"base.log_prob must return one number for a point (d,), got shape {value.shape}")
+        raise ValueError(f"{name}.log_prob must return one number for a point (d,), got shape {value.shape}")
     return point.shape[0]
 
 

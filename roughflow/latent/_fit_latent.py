@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from .._checks import check_callable, check_count, check_key, grouped_arguments
-from ..flow import MultivariateNormal
+from .._checks import check_callable, check_count, check_key, grouped_arguments, shown
+from ..flow import MultivariateNormal, dimension_of
 from ..sde import (
     AbstractItoSDE,
     AbstractSDE,
@@ -25,7 +25,7 @@ from ..series import Observed, panel
 from ..series.hidden._state_space import driven_by
 from ..train import Fitted, RunOptions, TrainingOptions, fit, rng_of
 from ._bound import Forecasting, SDEMatching
-from ._latent_sde import LatentSDE, input_table, num_steps_in, padded
+from ._latent_sde import MAX_ROUNDING, PRECISION, LatentSDE, input_table, padded
 from ._posterior import DrivenSDE, Encoder, InputTable, NormalDecoder, Posterior
 
 DEFAULTS = {"batch_size": 64, "learning_rate": 3e-3, "clip": 1.0, "average": 0.99}
@@ -33,7 +33,7 @@ FEWEST_TO_VALIDATE = 10  # minimum number of series for a validation set
 LONGEST = 0.1  # maximum time step for computing likelihoods, in units of the SDE
 LENGTH = 0.05  # averaging time of the posterior before training, in units of the SDE
 FIRST_DRAW = 1024  # number of series drawn from a function to initialise a model
-ROUNDING = 1e-6  # a column with a smaller relative deviation is constant up to rounding errors
+ROUNDING = 1e-7  # a column with a smaller relative deviation is constant up to rounding errors
 
 
 @grouped_arguments(training=TrainingOptions, run=RunOptions)
@@ -118,7 +118,9 @@ def fit_latent(
     if source is not None:
         if values is not None or window is not None or validation or inputs is not None:
             raise ValueError("times is a function: omit values, window, validation and inputs")
-        times, values = source(FIRST_DRAW, rng_of(check_key(key)))
+        times, values = drawn_from(source, FIRST_DRAW, rng_of(check_key(key)))
+    elif values is None:
+        raise ValueError("values are missing: pass times and values, or a function that draws both as times")
     parts, inputs = windows(panel(times, values, partial=True, fewest=2), inputs, window)
     longest = max(len(part.times) for part in parts)
     if num_given is not None and num_given >= longest:
@@ -140,13 +142,20 @@ def fit_latent(
     fitted = fit(model, rows, key=key_fit, objective=matching, steps=steps, **options)
     if num_given is None or fitted.interrupted:
         return fitted
-    spans = np.concatenate([np.diff(part.times) for part in parts]) / (unit or 1.0)
-    num_steps = num_steps_in(float(np.max(spans)), model.max_step)
+    num_steps = fitted.model.num_steps(series.times, series.inputs)
     forecasting = Forecasting(model.columns, num_given, num_steps, num_times, series.input_shape)
-    options["run"] = None if run is None else replace(run, checkpoint=second_file(run.checkpoint))
+    options["run"] = None if run is None else second_run(run)
     tuned = fit(fitted.model, rows, key=key_tune, objective=forecasting, steps=forecast_steps, **options)
     stages = {"SDE matching": fitted.history, "forecasting": tuned.history}
     return replace(tuned, stages=stages)
+
+
+def drawn_from(source: Callable[[int, np.random.Generator], Any], size: int, rng: np.random.Generator) -> Any:
+    """Lists of times and values from a function of the user's."""
+    drawn = source(size, rng)
+    if not isinstance(drawn, tuple | list) or len(drawn) != 2:
+        raise ValueError(f"the function must return a list of times and a list of values, got {shown(drawn)}")
+    return drawn
 
 
 @dataclass(frozen=True)
@@ -159,7 +168,7 @@ class Drawn:
     length: int  # maximum number of observations of a series
 
     def batch(self, size: int, rng: np.random.Generator) -> np.ndarray:
-        parts = panel(*self.source(size, rng), partial=True, fewest=2)
+        parts = panel(*drawn_from(self.source, size, rng), partial=True, fewest=2)
         longest = max(len(part.times) for part in parts)
         if longest > self.length:
             most = f"at most {self.length}, as in the first {FIRST_DRAW:,} series"
@@ -169,9 +178,13 @@ class Drawn:
         return padded(parts, self.unit, self.location, length=self.length).rows()
 
 
-def second_file(path: Any) -> Path | None:
-    """The checkpoint file of the second stage, in the folder of the first."""
-    return None if path is None else Path(path).with_name(f"{Path(path).name}.forecast")
+def second_run(run: RunOptions) -> RunOptions:
+    """The run of the second stage, with a checkpoint in the folder of the first. A run that was killed in the
+    first stage has no such file yet."""
+    if run.checkpoint is None:
+        return run
+    file = Path(run.checkpoint).with_name(f"{Path(run.checkpoint).name}.forecast")
+    return replace(run, checkpoint=file, resume=run.resume and file.exists())
 
 
 def initial_model(
@@ -195,6 +208,9 @@ def initial_model(
             raise ValueError("sde must have as many Brownian motions as states")
     if decoder is not None:
         check_callable("decoder", decoder, "from a state to a distribution of the values")
+        check_decoder(decoder, dimension, parts[0].values.shape[1])
+    if initial is not None and (given := dimension_of(initial, "initial")) != dimension:
+        raise ValueError(f"initial must have dimension {dimension}, as the states; got {given}")
     keys = jax.random.split(key, 5)
     location, scale, loadings, direct = components(parts, dimension)
     scaling = None
@@ -218,6 +234,28 @@ def initial_model(
     encoder = Encoder(location, scale, width, unit=time, input_scaling=scaling, key=keys[3])
     posterior = Posterior(encoder, direct, width, LENGTH * time, key=keys[4])
     return LatentSDE(sde, initial, decoder, posterior, unit, LONGEST * time)
+
+
+def check_decoder(decoder: Any, dimension: int, columns: int) -> None:
+    """Raise an error unless the decoder returns a distribution with a log-density for each column, which is
+    what missing values need."""
+    blank, key = jnp.zeros(columns), jax.random.key(0)
+    decoded = lambda z: (decoder(z).log_prob(blank), decoder(z).sample(key))
+    try:
+        log_prob, sample = jax.eval_shape(decoded, jnp.zeros(dimension))
+    except (AttributeError, TypeError, ValueError) as error:
+        message = " ".join(str(error).split())
+        raise ValueError(
+            f"decoder must map a state of shape ({dimension},) to a distribution with log_prob(y) and "
+            f"sample(key): {message}"
+        ) from error
+    shapes = {"log_prob(y)": log_prob.shape, "sample(key)": sample.shape}
+    for name, shape in shapes.items():
+        if shape != (columns,):
+            raise ValueError(
+                f"{name} of the distribution that decoder returns must have shape ({columns},), one entry per "
+                f"column of values, got {shape}"
+            )
 
 
 def windows(parts: list[Observed], inputs: Any, window: int | None) -> tuple[list[Observed], Any]:
@@ -252,6 +290,14 @@ def components(parts: list[Observed], dimension: int) -> tuple[np.ndarray, ...]:
     scale = np.sqrt(np.nansum((values - location) ** 2, axis=0) / counts)
     largest = np.nanmax(np.abs(values), axis=0, initial=0.0)
     scale = np.where(scale > ROUNDING * largest, scale, 1.0)  # 1 for a constant column
+    kind = jax.dtypes.canonicalize_dtype(float)
+    rounding = np.finfo(kind).eps * largest
+    if np.any((rounding > MAX_ROUNDING * scale) & (scale != 1.0)):
+        column = int(np.argmax(rounding / scale))
+        raise ValueError(
+            f"column {column} of values varies too little, compared with its size, for JAX's precision, {kind}: "
+            f"{PRECISION}"
+        )
     standard = np.nan_to_num((values - location) / scale)
     sizes, axes = np.linalg.eigh(standard.T @ standard / len(standard))
     sizes, axes = np.sqrt(np.maximum(sizes[::-1], 0)), axes[:, ::-1]

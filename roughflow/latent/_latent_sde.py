@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from .._checks import check_count, check_key, finite_array
+from .._checks import check_count, check_key
 from .._programs import jit
 from ..density import weights_error
 from ..sde import GIVEN, AbstractSDE
@@ -22,6 +22,9 @@ from ._posterior import AbstractLatentSDE, InputTable, Posterior, Series
 ROUNDS = 8  # number of independent runs of particles, from which the error is estimated
 AT_ONCE = 16  # number of series that are evaluated at once
 MAX_ERROR = 0.5  # nats; with a larger error, a single run may dominate the estimate
+MAX_ROUNDING = 0.02  # rounding error of values in standard deviations, or of times in gaps
+PRECISION = 'subtract a constant, or call jax.config.update("jax_enable_x64", True) first'
+MAX_CHANGE = 0.2  # time step times the rate of the drift; variances are then wrong by about 1 %
 
 
 class LikelihoodEstimate(NamedTuple):
@@ -110,6 +113,7 @@ class LatentSDE(AbstractLatentSDE):
     - `unit`: the unit of time of the SDE; each series then starts at time 0. If None, the SDE uses the times
       of the data.
     - `max_step`: longest time step of simulations, as in `log_likelihood` and `sample`, in units of the SDE.
+      If the drift changes faster, steps are shorter.
 
     ```python
     import jax, numpy as np
@@ -194,28 +198,24 @@ class LatentSDE(AbstractLatentSDE):
         key_states, key_paths, key_values = jax.random.split(check_key(key), 3)
         last = _last_states(self, series, check_count("num_samples", num_samples), key_states)
         when = np.concatenate([[0.0], later]) / (self.unit or 1.0)
-        steps = self._steps(when[None])
-        states = _simulated(
-            self.driven(series.inputs), last, series.times[-1] + jnp.asarray(when), steps, key_paths
-        )[:, 1:]
+        model, when = self.driven(series.inputs), series.times[-1] + jnp.asarray(when)
+        states = _simulated(model, last, when, model.num_steps(when), key_paths)[:, 1:]
         return LatentPaths(later, np.asarray(states), np.asarray(_decoded(self, states, key_values)))
 
     def sample(
         self, times: Any, *, key: PRNGKeyArray, num_samples: int = 1, inputs: Any = None
     ) -> LatentPaths:
-        """Draw states and values at `times`; the state at the first time is drawn from the initial
-        distribution."""
-        numbers = np.asarray(finite_array("times", times), float)
-        if numbers.ndim != 1 or len(numbers) < 2 or np.any(np.diff(numbers) <= 0):
-            raise ValueError(
-                f"times must be increasing and of shape (N,) with N > 1, got shape {numbers.shape}"
-            )
+        """Draw states and values at `times`, numbers or dates; the state at the first time is drawn from the
+        initial distribution."""
+        parts = panel(times, np.zeros(np.shape(times)), partial=True, fewest=2)
+        numbers = parts[0].times
         when = (numbers - numbers[0]) / self.unit if self.unit else numbers
         keys = jax.random.split(check_key(key), 3)
         start = self.initial.sample(key=keys[0], shape=(check_count("num_samples", num_samples),))
-        table = self._table(inputs, [Observed(numbers, np.zeros((len(numbers), 1)))])
+        table = self._table(inputs, parts)
         given = None if table is None else jax.tree.map(lambda leaf: leaf[0], table)
-        states = _simulated(self.driven(given), start, jnp.asarray(when), self._steps(when[None]), keys[1])
+        model, when = self.driven(given), jnp.asarray(when)
+        states = _simulated(model, start, when, model.num_steps(when), keys[1])
         return LatentPaths(numbers, np.asarray(states), np.asarray(_decoded(self, states, keys[2])))
 
     def arrays(self, times: Any, values: Any, inputs: Any = None, ahead: float = 0.0) -> tuple[Series, int]:
@@ -227,7 +227,7 @@ class LatentSDE(AbstractLatentSDE):
             raise ValueError(f"values have {given} columns, but the model has {self.columns}")
         table = self._table(inputs, parts, ahead)
         series = padded(parts, self.unit, np.asarray(self.posterior.encoder.location), table)
-        return series, self._steps(np.asarray(series.times))
+        return series, self.num_steps(series.times, series.inputs)
 
     def _table(self, inputs: Any, parts: list[Observed], ahead: float = 0.0) -> InputTable | None:
         table = input_table(inputs, parts, self.unit, self.max_step, ahead)
@@ -245,8 +245,14 @@ class LatentSDE(AbstractLatentSDE):
     def _shown(self, times: Any, values: Any) -> np.ndarray:
         return panel(times, values, partial=True, fewest=2)[0].times
 
-    def _steps(self, times: np.ndarray) -> int:
-        return num_steps_in(float(np.max(np.diff(times, axis=-1))), self.max_step)
+    def num_steps(self, times: Array, inputs: InputTable | None = None) -> int:
+        """The number of time steps between two of the `times` `(..., N)`, which are in units of the SDE: a
+        power of 2, so that few programs are compiled."""
+        rates = np.asarray(_rates(self, times, inputs))
+        rates = rates[np.isfinite(rates)]
+        fastest = float(np.quantile(rates, 0.9)) if rates.size else 0.0
+        span = float(np.max(np.diff(np.asarray(times))))
+        return 2 ** max(0, math.ceil(math.log2(span * max(1 / self.max_step, fastest / MAX_CHANGE))))
 
 
 def combined(logs: np.ndarray, fewest: np.ndarray) -> LikelihoodEstimate:
@@ -262,11 +268,6 @@ def combined(logs: np.ndarray, fewest: np.ndarray) -> LikelihoodEstimate:
     lognormal = np.sqrt(variance / ROUNDS + variance**2 / (2 * (ROUNDS - 1)))
     error = np.maximum(error, lognormal + np.abs(bound + 0.5 * variance - total))
     return LikelihoodEstimate(total, error, bound, fewest)
-
-
-def num_steps_in(span: float, max_step: float) -> int:
-    """The number of time steps between observations: a power of 2, so that few programs are compiled."""
-    return 2 ** max(0, math.ceil(math.log2(span / max_step)))
 
 
 def input_table(
@@ -328,13 +329,29 @@ def _padded(part: Observed, length: int, unit: float | None, location: np.ndarra
     columns = zip(part.values.T, seen.T, location, strict=True)
     known = [np.interp(times, times[s], v[s]) if s.any() else np.full(len(times), a) for v, s, a in columns]
     kind = jax.dtypes.canonicalize_dtype(float)
+    gaps = np.diff(times.astype(kind).astype(float))
+    if np.any(gaps <= 0) or np.max(np.abs(gaps - np.diff(times))) > MAX_ROUNDING * np.median(gaps):
+        raise ValueError(f"times are too far from zero for JAX's precision, {kind}: {PRECISION}")
     values = filled(np.stack(known, axis=1), length).astype(kind)
-    return filled(times, length).astype(kind), values, filled(seen, length, "constant")
+    return filled(times.astype(kind), length), values, filled(seen, length, "constant")
 
 
 def filled(array: np.ndarray, length: int, mode: Any = "edge") -> np.ndarray:
     """Pad an array with rows at its end, up to the given length."""
     return np.pad(array, ((0, length - len(array)), *[(0, 0)] * (array.ndim - 1)), mode=mode)
+
+
+@jit
+def _rates(model: LatentSDE, times: Array, inputs: InputTable | None) -> Array:
+    """The largest singular values of the Jacobian of the drift, at the given times and at states drawn from
+    the initial distribution."""
+
+    def of_one(times: Array, inputs: InputTable | None) -> Array:
+        z = model.initial.sample(key=jax.random.key(0), shape=times.shape)
+        slopes = jax.vmap(jax.jacfwd(model.driven(inputs).drift, argnums=1))(times, z)
+        return jnp.linalg.norm(slopes, ord=2, axis=(1, 2))
+
+    return (jax.vmap(of_one) if times.ndim > 1 else of_one)(times, inputs)
 
 
 @jit
