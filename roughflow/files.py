@@ -382,7 +382,8 @@ def save(path: str | PathLike, model: Any) -> None:
     check_path("path", path)
     for part in ("model", "sde"):
         if not isinstance(model, eqx.Module) and isinstance(getattr(model, part, None), eqx.Module):
-            raise ValueError(f"the result of a fit contains more than a model: save its .{part}{see('saving')}")
+            message = f"the result of a fit contains more than a model: save its .{part}"
+            raise ValueError(message + see("saving"))
     arrays: dict[str, np.ndarray] = {}
     structure = _encode(model, "model", arrays)
     write_archive(path, {"kind": "model", "version": VERSION, "structure": structure}, arrays)

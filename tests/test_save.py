@@ -117,7 +117,7 @@ def test_a_named_sde_comes_back_in_a_new_process(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="cannot write here: .*file/m.rf"):
+    with pytest.raises(OSError, match=r"cannot write here: .*file/m\.rf"):
         rf.save(tmp_path / "file" / "m.rf", rf.Normal(jnp.zeros(1)))
 
 

@@ -184,7 +184,8 @@ def dimension_of(base: Base, name: str = "base") -> int:
     if len(point.shape) != 1:
         raise ValueError(f"{name}.sample must return shape (d,) for shape=(), got {point.shape}")
     if pair.shape != (2, *point.shape):
-        raise ValueError(f"{name}.sample must return shape (2, {point.size}) for shape=(2,), got {pair.shape}")
+        wanted = f"shape (2, {point.size}) for shape=(2,)"
+        raise ValueError(f"{name}.sample must return {wanted}, got {pair.shape}")
     if (value := jax.eval_shape(base.log_prob, point)).shape:
         raise ValueError(f"{name}.log_prob must return one number for a point (d,), got shape {value.shape}")
     return point.shape[0]

@@ -253,8 +253,8 @@ def check_decoder(decoder: Any, dimension: int, columns: int) -> None:
     for name, shape in shapes.items():
         if shape != (columns,):
             raise ValueError(
-                f"{name} of the distribution that decoder returns must have shape ({columns},), one entry per "
-                f"column of values, got {shape}"
+                f"{name} of the distribution that decoder returns must have shape ({columns},), one entry "
+                f"per column of values, got {shape}"
             )
 
 
@@ -295,8 +295,8 @@ def components(parts: list[Observed], dimension: int) -> tuple[np.ndarray, ...]:
     if np.any((rounding > MAX_ROUNDING * scale) & (scale != 1.0)):
         column = int(np.argmax(rounding / scale))
         raise ValueError(
-            f"column {column} of values varies too little, compared with its size, for JAX's precision, {kind}: "
-            f"{PRECISION}"
+            f"column {column} of values varies too little, compared with its size, for JAX's precision, "
+            f"{kind}: {PRECISION}"
         )
     standard = np.nan_to_num((values - location) / scale)
     sizes, axes = np.linalg.eigh(standard.T @ standard / len(standard))
