@@ -1,9 +1,11 @@
-"""For the reference pages: what an `eqx.Module` takes is known when it runs, and griffe only reads.
+"""Signatures and docstrings of classes for the reference pages.
 
-griffe makes the signatures of dataclasses that are decorated as such; Equinox's modules are not.
+griffe reads the code without running it, so it does not see the constructors of Equinox modules, or a
+docstring that is taken from another class.
 """
 
 import dataclasses
+import importlib
 import inspect
 from typing import Any
 
@@ -13,15 +15,19 @@ import roughflow
 
 
 class Signatures(griffe.Extension):
-    """Gives every public module without an `__init__` of its own the signature it has."""
+    """Adds to every public class its docstring and, if it has no `__init__` of its own, its signature."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
-        for name, value in vars(roughflow).items():
-            concrete = dataclasses.is_dataclass(value) and not inspect.isabstract(value)
-            if name.startswith("_") or not concrete or not inspect.isclass(value):
+        for name, place in roughflow._places().items():
+            value = getattr(importlib.import_module(place, "roughflow"), name, None)
+            if not inspect.isclass(value):
                 continue
-            found = pkg[name].final_target
-            if "__init__" not in found.members:
+            found = pkg[f"{place[1:]}.{name}"]
+            found = found.final_target if found.is_alias else found
+            if found.docstring is None and value.__doc__:
+                found.docstring = griffe.Docstring(inspect.getdoc(value) or "", parent=found)
+            concrete = dataclasses.is_dataclass(value) and not inspect.isabstract(value)
+            if concrete and "__init__" not in found.members:
                 found.set_member("__init__", _init(value))
 
 
