@@ -1,6 +1,8 @@
 """Figures show the numbers they were given, say what they show, and reach the disk whole or not at all."""
 
+import warnings
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,8 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 from roughflow import plots
+from roughflow.plots._series import TimeAxis
+from roughflow.series import panel
 
 EXTENT = (-3.0, 3.0, -1.0, 2.0)
 
@@ -284,3 +288,50 @@ def test_nothing_is_cut_off(tmp_path):
         pixels = plt.imread(plots.save(figure, tmp_path / f"{name}.png", dpi=100))[..., :3]
         border = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
         assert np.all(border == 1), name
+
+
+def test_columns_in_different_units_fill_the_figure():
+    """Equal scales would make a figure with hardly any width."""
+    points = np.random.default_rng(0).normal(size=(50, 2))
+    assert plots.samples(points).get_aspect() == 1.0
+    assert plots.samples(points * np.array([1.0, 1e5])).get_aspect() == "auto"
+    assert plots.grid((0, 1, 0, 1000), 20).shape == (20, 20, 2)
+    assert plots.density(np.zeros((20, 20)), extent=(0, 1, 0, 1000)).get_aspect() == "auto"
+
+
+def test_a_density_of_zero_is_white():
+    image = plots.density(np.full((3, 3), -np.inf), extent=(0, 1, 0, 1)).images[0]
+    assert image.get_clim() == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("log_prob", "extent", "message"),
+    [
+        (lambda z: 0.0, (0, 1, 0, 1), r"must return shape \(N,\) for points \(N, 2\), got \(\)"),
+        (np.full((3, 3), 800.0), (0, 1, 0, 1), "too large for a density, up to 800: subtract a constant"),
+        (np.zeros((3, 3)), (1, 0, 0, 1), "extent must be"),
+    ],
+)
+def test_densities_that_cannot_be_drawn_are_refused(log_prob, extent, message):
+    with pytest.raises(ValueError, match=message):
+        plots.density(log_prob, extent=extent)
+
+
+def test_entropy_is_visible_on_a_dark_background():
+    history = SimpleNamespace(step=[1], loss=[3.0], validation_step=None, validation_loss=None)
+    with plt.style.context("dark_background"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ax = plots.training(history, entropy=2.0)
+    assert ax.lines[-1].get_color() == "white"
+    assert ax.lines[1].get_marker() == "o"  # a line through one step would be invisible
+
+
+def test_short_series_with_dates_have_an_axis_of_dates():
+    hours = np.datetime64("2023-05-03") + np.arange(9) * np.timedelta64(1, "h")
+    one = panel(hours, np.arange(9.0))[0]
+    axis, ax = TimeAxis.of(one), plt.figure().subplots()
+    ax.plot(axis(one.times), one.times)
+    assert axis.label(ax, None).get_xlabel() == "date"
+    ax.figure.canvas.draw()
+    assert "03:00" in [label.get_text() for label in ax.get_xticklabels()]
+    assert TimeAxis.of(one, origin=5.0)(0.0) == 5.0

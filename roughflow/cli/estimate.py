@@ -141,7 +141,7 @@ def _write(
     text = json.dumps(_finite(numbers), indent=2, ensure_ascii=False) + "\n"
     if arguments.out is not None:
         scale = "" if arguments.scale == 1 else f" × {arguments.scale:g}"
-        time = "year" if series.dated else arguments.time
+        time = None if series.dated else arguments.time  # dates have their own label
         if partial:
             figure = plots.states(result, time_label=time)
         else:

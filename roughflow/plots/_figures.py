@@ -30,6 +30,8 @@ DENSITY = LinearSegmentedColormap.from_list("density", ["white", SKY, BLUE, NIGH
 TIME = LinearSegmentedColormap.from_list("time", ["#F3B562", VERMILION, EMBER])
 COLUMN = 3.4  # inches
 TEXT, SMALL = 9, 8  # points
+MAX_ASPECT = 10.0  # ratio of the sides of a window up to which both axes have the same scale
+MAX_EXPONENT = 700.0  # log-density above which a density overflows
 
 Window = tuple[float, float, float, float]
 
@@ -52,14 +54,39 @@ def curves(ax: Axes | None, xlabel: str, ylabel: str) -> Axes:
 
 
 def plane(ax: Axes | None, extent: Window | None) -> Axes:
-    """Axes for points in the plane, with equal scales."""
+    """Axes for points in the plane, with equal scales unless one range is much wider than the other."""
+    if extent is not None:
+        _checked(extent)
     ax = labelled(ax, "$x_1$", "$x_2$", height=0.9 * COLUMN)
-    ax.set_aspect("equal")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     if extent is not None:
         ax.set(xlim=extent[:2], ylim=extent[2:])
     return ax
+
+
+def _scaled(ax: Axes) -> Axes:
+    """Set equal scales for the axes of a plane, if the ranges of its points allow this."""
+    ax.autoscale_view()
+    width, height = np.ptp(ax.get_xlim()), np.ptp(ax.get_ylim())
+    ax.set_aspect("equal" if _are_similar(width, height) else "auto")
+    return ax
+
+
+def _are_similar(width: float, height: float) -> bool:
+    """Whether equal scales suit a window of this size. Columns of a table may have different units."""
+    return 1 / MAX_ASPECT <= width / height <= MAX_ASPECT
+
+
+def _checked(extent: Window) -> np.ndarray:
+    window = np.asarray(as_real("extent", extent), float)
+    if (
+        window.shape != (4,)
+        or not np.isfinite(window).all()
+        or not (window[0] < window[1] and window[2] < window[3])
+    ):
+        raise ValueError(f"extent must be (left, right, bottom, top), each pair increasing, got {extent}")
+    return window
 
 
 def add_colour_bar(ax: Axes, drawn, label: str) -> None:
@@ -89,7 +116,8 @@ def save(figure: Figure, path: str | os.PathLike, *, dpi: int = 200) -> Path:
 
 
 def grid(extent: Window, resolution: int = 200) -> np.ndarray:
-    """The centres of square pixels that fill a window, `(rows, columns, 2)`, lowest row first.
+    """The centres of pixels that fill a window, `(rows, columns, 2)`, lowest row first. Pixels are square
+    unless one side of the window is more than ten times longer than the other.
 
     **Arguments:** `extent`, (left, right, bottom, top); `resolution`, the number of pixels along the longer
     side.
@@ -101,16 +129,11 @@ def grid(extent: Window, resolution: int = 200) -> np.ndarray:
     ```
     """
     check_count("resolution", resolution)
-    window = np.asarray(as_real("extent", extent), float)
-    if (
-        window.shape != (4,)
-        or not np.isfinite(window).all()
-        or not (window[0] < window[1] and window[2] < window[3])
-    ):
-        raise ValueError(f"extent must be (left, right, bottom, top), each pair increasing, got {extent}")
-    left, right, bottom, top = window.tolist()
-    pixel = max(right - left, top - bottom) / resolution
-    columns, rows = max(1, round((right - left) / pixel)), max(1, round((top - bottom) / pixel))
+    left, right, bottom, top = _checked(extent).tolist()
+    width, height, columns, rows = right - left, top - bottom, resolution, resolution
+    if _are_similar(width, height):
+        pixel = max(width, height) / resolution
+        columns, rows = max(1, round(width / pixel)), max(1, round(height / pixel))
     x = left + (np.arange(columns) + 0.5) * (right - left) / columns
     y = bottom + (np.arange(rows) + 0.5) * (top - bottom) / rows
     return np.stack(np.meshgrid(x, y), axis=-1)
@@ -148,6 +171,9 @@ def density(
         points = grid(extent, resolution)
         flat = jnp.asarray(points.reshape(-1, 2))
         parts = [np.asarray(log_prob(flat[i : i + chunk])) for i in range(0, len(flat), chunk)]
+        if parts[0].shape != (len(flat[:chunk]),):
+            given = f"{parts[0].shape} for {len(flat[:chunk])} points"
+            raise ValueError(f"log_prob must return shape (N,) for points (N, 2), got {given}")
         values = np.concatenate(parts).reshape(points.shape[:2])
     else:
         values = np.asarray(as_real("log_prob", log_prob))
@@ -155,8 +181,14 @@ def density(
             raise ValueError(f"log_prob must be a function or have shape (rows, columns), got {values.shape}")
     if np.isnan(values).any():
         raise ValueError(f"log_prob is NaN at {int(np.isnan(values).sum())} of {values.size} points")
+    if values.max() > MAX_EXPONENT:
+        raise ValueError(
+            f"log_prob is too large for a density, up to {values.max():.4g}: subtract a constant"
+        )
     ax = plane(ax, extent)
-    image = ax.imshow(np.exp(values), extent=extent, origin="lower", cmap=DENSITY, vmin=0, vmax=maximum)
+    darkest = maximum or np.exp(values).max() or 1.0
+    image = ax.imshow(np.exp(values), extent=extent, origin="lower", cmap=DENSITY, vmin=0, vmax=darkest)
+    _scaled(ax)
     if colour_bar:
         add_colour_bar(ax, image, "density")
     return ax
@@ -180,7 +212,7 @@ def samples(points: ArrayLike, *, extent: Window | None = None, ax: Axes | None 
     fade = max(len(points) / 1000, 1) ** -0.25
     # Rasterised even in a PDF, because ten thousand vector dots are slow to render.
     ax.plot(*points.T, ".", color=BLUE, markersize=3 * fade, alpha=0.6 * fade, mew=0, rasterized=True)
-    return ax
+    return _scaled(ax)
 
 
 def trajectory(path: ArrayLike, *, t1: float = 1.0, ax: Axes | None = None, colour_bar: bool = False) -> Axes:
@@ -201,8 +233,8 @@ def trajectory(path: ArrayLike, *, t1: float = 1.0, ax: Axes | None = None, colo
     if path.ndim != 2 or path.shape[1] != 2 or len(path) < 2:
         raise ValueError(f"path must have shape (T, 2) with T at least 2, got {path.shape}")
     ax = plane(ax, None)
-    # A wider white line is drawn beneath, so that the path stands out from a density.
-    ax.plot(*path.T, color="white", linewidth=2.0, solid_joinstyle="round")
+    # A wider line is drawn beneath in the colour of the background, so that the path stands out.
+    ax.plot(*path.T, color=ax.get_facecolor(), linewidth=2.0, solid_joinstyle="round")
     pieces = LineCollection(np.stack([path[:-1], path[1:]], axis=1).tolist(), cmap=TIME, linewidths=1.0)
     pieces.set(array=t1 * (np.arange(len(path) - 1) + 0.5) / (len(path) - 1), clim=(0, t1), zorder=2.5)
     ax.add_collection(pieces)
@@ -211,7 +243,7 @@ def trajectory(path: ArrayLike, *, t1: float = 1.0, ax: Axes | None = None, colo
     ax.plot(*path[-1], "o", markerfacecolor=EMBER, markeredgecolor="white", **ends)
     if colour_bar:
         add_colour_bar(ax, pieces, "time")
-    return ax
+    return _scaled(ax)
 
 
 def sample_paths(times: ArrayLike, paths: ArrayLike, *, ax: Axes | None = None) -> Axes:
@@ -304,7 +336,9 @@ def diagnostics(estimate: rf.Estimate, *, figure: Figure | None = None) -> Figur
     left.axhline(np.max(estimate.num_paths), color=GREY, linewidth=0.8, linestyle="--", label="all paths")
     if suspect.any():
         left.plot([], [], "o", color=VERMILION, markersize=3, mew=0, label="suspect")
-    left.legend(frameon=False, fontsize=SMALL, loc="lower right")
+    if np.max(estimate.num_paths) > 10 * np.min(estimate.effective_paths):
+        left.set_yscale("log")
+    left.legend(frameon=False, fontsize=SMALL)
     _sorted(middle, estimate.standard_error, suspect, "standard error (nats)")
     _sorted(right, estimate.truncation_error, suspect, "truncation error (nats)")
     text = estimate.warning or f"none of {suspect.size} estimates is suspect"
@@ -373,18 +407,21 @@ def training(
     ax = curves(ax, "step", "loss (nats)")
     ax.plot(step, loss, color=SKY, linewidth=0.5, alpha=0.7)
     smooth = _moving_mean(loss, window or max(1, len(loss) // 50))
-    ax.plot(step, smooth, color=BLUE, linewidth=1.5, label="training")
+    ax.plot(step, smooth, "o-"[len(step) > 1 :], color=BLUE, linewidth=1.5, label="training")
     drawn = [smooth, np.quantile(loss[np.isfinite(loss)], [0, 0.98])]
     checks, validation = history.validation_step, history.validation_loss
     if checks is not None and validation is not None and validation.size:
         ax.plot(checks, validation, "o-", color=VERMILION, markersize=3, label="validation")
         drawn.append(validation[1:])
     if entropy is not None:
-        ax.axhline(entropy, color="black", linewidth=1.0, linestyle="--", label=f"entropy, {entropy:.3f}")
+        text = plt.rcParams["text.color"]  # white on a dark background
+        ax.axhline(entropy, color=text, linewidth=1.0, linestyle="--", label=f"entropy, {entropy:.3f}")
         drawn.append(np.array([entropy]))
     # Without these limits, the large losses of the first steps would flatten the rest of the curve.
     low, high = np.nanmin(np.concatenate(drawn)), np.nanmax(np.concatenate(drawn[1:]))
-    ax.set(xlim=(step[0], step[-1]), ylim=(low - 0.05 * (high - low), high + 0.05 * (high - low)))
+    pad = 0.05 * (high - low) or 0.05 * max(abs(high), 1.0)
+    ax.set_ylim(low - pad, high + pad)
+    ax.margins(x=0)
     ax.legend(frameon=False, fontsize=SMALL)
     return ax
 

@@ -1,17 +1,21 @@
 """Figures of an SDE fitted to a series."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
+from matplotlib import dates
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import integrate, stats
 
 import roughflow as rf
 
-from .._checks import as_real, check_instance, check_key, check_number
+from .._checks import as_real, check_instance, check_key, check_number, is_whole
+from ..series import Observed
 from ._figures import BLUE, COLUMN, GREY, SKY, SMALL, TEXT, VERMILION, curves
 
 BAND_POINTS = 200
@@ -87,6 +91,7 @@ REACH, POINTS = 3.0, 4001
 NEGLIGIBLE = 1e-3  # relative density at the ends of the grid below which tails outside the grid are ignored
 # Lengths of the forecast and of the part of the series that is shown with it, as fractions of the series.
 AHEAD, SHOWN = 0.25, 0.5
+MIN_YEARS = 3.0  # shorter series are shown with calendar dates
 
 
 def fan(times: ArrayLike, paths: ArrayLike, *, ax: Axes | None = None) -> Axes:
@@ -129,8 +134,8 @@ def fitted_sde(
     """Diagnostics of a fit to a one-dimensional series: the series with its unexpected values, and the
     stationary distribution of the SDE if it has one; the residuals and their autocorrelation; and a forecast.
 
-    **Arguments:** `residuals`, if already computed; `origin`, the label of time 0, by default the year of the
-    first date, or 0 for numeric times.
+    **Arguments:** `residuals`, if already computed; `origin`, the label of time 0, by default 0. Series with
+    dates have an axis of years, or of calendar dates if they are shorter than three years.
 
     ```python
     import jax, numpy as np
@@ -145,10 +150,8 @@ def fitted_sde(
     check_instance("result", result, rf.FittedSDE, "the result of rf.fit_sde")
     if len(result.series) != 1 or result.series[0].values.shape[1] != 1:
         raise ValueError("result must be a fit to a single one-dimensional series")
-    first = result.series[0].origin
-    origin = _year(first) if origin is None else origin
-    time_label = time_label or ("time" if first is None else "year")
-    times, values = origin + result.series[0].times, result.series[0].values[:, 0]
+    axis = TimeAxis.of(result.series[0], origin)
+    times, values = result.series[0].times, result.series[0].values[:, 0]
     key_residuals, key_forecast = jax.random.split(check_key(key))
     residuals = residuals or result.residuals(key=key_residuals)
     uniform = np.asarray(residuals.uniform)
@@ -160,16 +163,17 @@ def fitted_sde(
     axes = figure.subplot_mosaic(
         [["series", "series"], ["histogram", "autocorrelation"], ["forecast", "forecast"]]
     )
-    _series(axes["series"], times, values, uniform, _stationary(result.sde, values))
+    _series(axes["series"], axis(times), values, uniform, _stationary(result.sde, values))
     _histogram(axes["histogram"], uniform, residuals.uniformity)
     _autocorrelation(axes["autocorrelation"], stats.norm.ppf(uniform), residuals.ljung_box)
     recent = times >= times[-1] - SHOWN * span
     last = np.full((len(paths), 1), values[-1])
-    fan(times[-1] + np.concatenate([[0.0], ahead]), np.hstack([last, paths]), ax=axes["forecast"])
-    axes["forecast"].plot(times[recent], values[recent], color=GREY, linewidth=1.0, label="observed")
+    later = times[-1] + np.concatenate([[0.0], ahead])
+    fan(axis(later), np.hstack([last, paths]), ax=axes["forecast"])
+    axes["forecast"].plot(axis(times[recent]), values[recent], color=GREY, linewidth=1.0, label="observed")
     axes["forecast"].set_title("forecast", fontsize=TEXT, loc="left")
     for name in ("series", "forecast"):
-        curves(axes[name], time_label, value_label).margins(x=0.01)
+        axis.label(curves(axes[name], "", value_label), time_label).margins(x=0.01)
         axes[name].legend(frameon=False, fontsize=SMALL, loc="center left", bbox_to_anchor=(1.0, 0.5))
     names = ", ".join(f"{name} {value:.4g}" for name, value in result.params.items())
     figure.suptitle(f"{type(result.sde).__name__}: {names}", fontsize=TEXT, x=0.01, ha="left")
@@ -203,6 +207,8 @@ def states(
     """
     check_instance("result", result, rf.FittedSDE, "the result of rf.fit_sde")
     check_number("level", level, above=0, below=1)
+    if not is_whole(series) or not 0 <= series < len(result.series):
+        raise ValueError(f"series must be the index of one of {len(result.series)} series, got {series}")
     one = result.series[series]
     counted = getattr(getattr(result.likelihood, "of_sde", None), "observe", None) is not None
     if result.has_hidden_states:
@@ -215,7 +221,8 @@ def states(
             )
     else:
         mean, deviation = one.values, np.zeros_like(one.values)
-    times = _year(one.origin) + one.times
+    axis = TimeAxis.of(one)
+    times = axis(one.times)
     d, width = mean.shape[1], stats.norm.ppf(0.5 + 0.5 * level)
     if figure is None:
         figure = plt.figure(figsize=(2 * COLUMN + 0.3, (0.2 + 0.55 * d) * COLUMN), layout="constrained")
@@ -223,7 +230,7 @@ def states(
     names = names if len(names) == d else [f"component {i}" for i in range(d)]
     axes = figure.subplots(d, 1, sharex=True, squeeze=False)[:, 0]
     for i, (ax, name) in enumerate(zip(axes, names, strict=True)):
-        curves(ax, time_label or ("time" if one.origin is None else "year") if i == d - 1 else "", name)
+        axis.label(curves(ax, "", name), time_label if i == d - 1 else "")
         uncertain = (deviation[:, i] > 0).any()
         if uncertain:
             relative = (np.nanmin(mean[:, i]) > 0) and (deviation[:, i] > 0.3 * mean[:, i]).any()
@@ -246,12 +253,36 @@ def states(
     return figure
 
 
-def _year(date: np.datetime64 | None) -> float:
-    """A date as a decimal year; 0 if there is none."""
-    if date is None:
-        return 0.0
-    year = date.astype("datetime64[Y]")
-    return 1970.0 + float(year.astype(int)) + float((date - year) / np.timedelta64(1, "D")) / 365.25
+@dataclass(frozen=True)
+class TimeAxis:
+    """The axis of the times of a series: numbers; years, if the times are dates; or calendar dates, if they
+    span less than `MIN_YEARS`."""
+
+    start: float
+    unit: float
+    default_label: str
+
+    @staticmethod
+    def of(one: Observed, origin: float | None = None) -> "TimeAxis":
+        if one.origin is None or origin is not None:
+            return TimeAxis(origin or 0.0, 1.0, "time" if one.origin is None else "year")
+        if np.ptp(one.times) < MIN_YEARS:
+            return TimeAxis(float(dates.date2num(one.origin)), 365.25, "date")
+        year = one.origin.astype("datetime64[Y]")
+        passed = float((one.origin - year) / np.timedelta64(1, "D")) / 365.25
+        return TimeAxis(1970.0 + float(year.astype(int)) + passed, 1.0, "year")
+
+    def __call__(self, times: np.ndarray) -> np.ndarray:
+        return self.start + self.unit * times
+
+    def label(self, ax: Axes, text: str | None) -> Axes:
+        """Label the axis of time; the default is used for None."""
+        ax.set_xlabel(self.default_label if text is None else text, fontsize=TEXT)
+        if self.default_label == "date":
+            locator = dates.AutoDateLocator()
+            ax.xaxis.set_major_locator(locator)
+            ax.xaxis.set_major_formatter(dates.ConciseDateFormatter(locator))
+        return ax
 
 
 def _series(
