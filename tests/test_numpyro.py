@@ -128,7 +128,7 @@ def test_arviz_reads_a_chain(gaussian_chain):
     assert to_arviz(gaussian_chain).posterior["z"].shape == (4, 4000, 2)
     named = to_arviz(gaussian_chain, constrain=lambda z: {"norm": jnp.linalg.norm(z, axis=-1)})
     assert named.posterior["norm"].shape == (4, 4000)
-    with pytest.raises(ValueError, match=r"^there are 2 coordinates, but 3 names$"):
+    with pytest.raises(ValueError, match=r"^names must be one for each of 2 coordinates, got 3 "):
         to_arviz(gaussian_chain, names="xyz")
 
 

@@ -229,6 +229,15 @@ def test_output_times_end_at_t1_in_single_precision(key):
     assert z.shape == (2, 1)
 
 
+def test_steps_far_from_time_zero_in_single_precision(key):
+    """The times are rounded, to 128 here, but not the lengths of the steps."""
+    with jax.enable_x64(False):
+        early, late = (
+            rf.simulate(ou_1d().ito, np.ones(1), key=key, t0=t0, t1=t0 + 1, steps=4) for t0 in (0.0, 1.7e9)
+        )
+    np.testing.assert_allclose(early, late, rtol=1e-6)
+
+
 def test_terms_for_diffrax_give_the_same_path(key):
     sde, steps = gbm_2d().ito, 16
     columns = rf.StochasticFlow(sde, rf.Normal(jnp.ones(2))).noise_dimension

@@ -306,9 +306,11 @@ def simulate(
         scheme.check(sde, jnp.reshape(z0, (-1, z0.shape[-1]))[0])
     count = noise[0].shape[len(batch)]
     times = t0 + (t1 - t0) / count * np.arange(count + 1) if times is None else times
-    times = jnp.asarray(times, z0.dtype)
+    # Differences are taken before rounding, which would change them far from time zero.
+    lengths = jnp.diff(times) if isinstance(times, jax.Array) else np.diff(times)
+    times, lengths = jnp.asarray(times, z0.dtype)[:-1], jnp.asarray(lengths, z0.dtype)
     noise = jax.tree.map(lambda a: jnp.moveaxis(jnp.asarray(a, z0.dtype), len(batch), 0), noise)
-    z = _simulate(sde, z0, times, scheme, noise, trajectory or saved is not None)
+    z = _simulate(sde, z0, times, lengths, scheme, noise, trajectory or saved is not None)
     return z if saved is None else z[..., saved, :]
 
 
@@ -373,11 +375,13 @@ def _simulate(
     sde: AbstractSDE,
     z0: Array,
     times: Array,
+    lengths: Array,
     scheme: AbstractScheme,
     noise: tuple[Array, ...],
     trajectory: bool,
 ) -> Array:
-    """Scan over the steps; `noise` has increments `(steps, ..., m)` and possibly areas."""
+    """Scan over the steps, which begin at `times` and have these `lengths`; `noise` has increments
+    `(steps, ..., m)` and possibly areas."""
     steps = noise[0].shape[0]
     batch = z0.shape[:-1]
     z0 = jnp.reshape(z0, (-1, z0.shape[-1]))
@@ -389,7 +393,7 @@ def _simulate(
         z = jax.vmap(advance)(z, noise)
         return z, z if trajectory else None
 
-    inputs = (times[:-1], jnp.diff(times), jax.tree.map(flat, noise))
+    inputs = (times, lengths, jax.tree.map(flat, noise))
     last, states = jax.lax.scan(jax.checkpoint(step, prevent_cse=False), z0, inputs)
     if not trajectory:
         return jnp.reshape(last, (*batch, -1))

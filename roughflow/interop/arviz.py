@@ -51,8 +51,9 @@ def to_arviz(
     if constrain is not None:
         values = dict(constrain(samples))
     elif names is not None:
-        if len(names) != samples.shape[-1]:
-            raise ValueError(f"there are {samples.shape[-1]} coordinates, but {len(names)} names")
+        if len(set(names)) != samples.shape[-1] or len(names) != len(set(names)):
+            given = f"{len(names)} names, {len(set(names))} of them different"
+            raise ValueError(f"names must be one for each of {samples.shape[-1]} coordinates, got {given}")
         values = {name: samples[..., i] for i, name in enumerate(names)}
     else:
         values = {"z": samples}
