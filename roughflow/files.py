@@ -132,13 +132,14 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
 def write_archive(
     path: str | os.PathLike, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> None:
-    """Write a zip file with `header.json` and each array as an `.npy` file."""
+    """Write a zip file with `header.json` and each array as an `.npy` file. It has no dates, so the same
+    content gives the same bytes."""
     with Held(), whole_file(path) as draft, zipfile.ZipFile(draft, "w") as archive:
-        archive.writestr("header.json", json.dumps(header, indent=1))
+        archive.writestr(zipfile.ZipInfo("header.json"), json.dumps(header, indent=1))
         for name, array in arrays.items():
             buffer = io.BytesIO()
             np.save(buffer, np.asarray(array), allow_pickle=False)
-            archive.writestr(f"{name}.npy", buffer.getvalue())
+            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), buffer.getvalue())
 
 
 def read_archive(path: str | os.PathLike, kind: str, version: int) -> tuple[dict, dict[str, np.ndarray]]:

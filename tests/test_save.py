@@ -115,6 +115,13 @@ def test_a_named_sde_comes_back_in_a_new_process(tmp_path, monkeypatch):
     assert rf.load(tmp_path / "m.rf").sigma == 0.1
 
 
+def test_the_same_model_gives_the_same_bytes(tmp_path, monkeypatch):
+    rf.save(tmp_path / "m.rf", rf.Normal(jnp.zeros(1)))
+    monkeypatch.setattr("time.localtime", lambda *_: (2001, 2, 3, 4, 5, 6, 0, 0, 0))
+    rf.save(tmp_path / "again.rf", rf.Normal(jnp.zeros(1)))
+    assert (tmp_path / "m.rf").read_bytes() == (tmp_path / "again.rf").read_bytes()
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=r"cannot write here: .*file/m\.rf"):
