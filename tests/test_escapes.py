@@ -1,5 +1,6 @@
 """Solves that leave for infinity: a density of zero, with gradients that stay finite."""
 
+import warnings
 from collections.abc import Callable
 
 import equinox as eqx
@@ -146,3 +147,12 @@ def test_escapes_forwards(integrator, key):
     outcome = flow.solve(jnp.array([[2.0], [0.1]]), path, reverse=False)
     # Without noise the time is 1/(2 z₀²).
     np.testing.assert_allclose(outcome.time[0], 1 / 8, atol=0.03)
+
+
+def test_samples_that_escape_are_reported(key):
+    flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: z**3, rf.sde.NoDiffusion()), rf.Normal(jnp.full(1, 9.0)))
+    with pytest.warns(UserWarning, match=r"^3 of 3 samples are infinite: unless the SDE diverges, use more"):
+        assert np.isinf(flow.sample(key=key, shape=(3,))).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flow.without_errors().sample(key=key, shape=(3,))

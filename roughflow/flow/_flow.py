@@ -21,6 +21,7 @@ from .._checks import (
     check_vector,
     is_traced,
     shown,
+    warn,
 )
 from .._programs import jit
 from .._show import listed, named, num_parameters, number, settings
@@ -240,10 +241,21 @@ class AbstractStochasticFlow(eqx.Module):
 
         By default paths end at the end time of the flow; for longer paths pass `path=flow.sample_path(...,
         t1=...)`.
+
+        Samples have the truncation error of the driver: if an SDE forgets its state in a time of 1/a, the
+        default driver makes their standard deviation too small by 3 % for a·t1 = 10, and by 12 % for 20. Use
+        a driver with more functions, or `rf.simulate`. With stiff drifts, they need more solver steps
+        (`rf.flow.tune_steps`). Samples that escape are infinite, with a warning.
         """
         flow = eqx.tree_at(lambda f: f.divergence, self, NoDivergence())
         z, path, key = self._draw(key, shape, path)
-        return flow.push_forward(z, path, t1=t1, key=key)[0]
+        outcome = flow.solve(z, path, t1=t1, key=key, reverse=False)
+        if self.raises and not is_traced(outcome.status) and (lost := int(np.sum(outcome.has_escaped))):
+            warn(
+                f"{lost:,} of {outcome.status.size:,} samples are infinite: unless the SDE diverges, use "
+                "more solver steps, rf.FixedGrid(steps=...), or rf.simulate"
+            )
+        return _at_infinity(outcome)[0]
 
     def sample_and_log_prob_given_path(
         self,
