@@ -146,8 +146,7 @@ def fit_latent(
     forecasting = Forecasting(model.columns, num_given, num_steps, num_times, series.input_shape)
     options["run"] = None if run is None else second_run(run)
     tuned = fit(fitted.model, rows, key=key_tune, objective=forecasting, steps=forecast_steps, **options)
-    stages = {"SDE matching": fitted.history, "forecasting": tuned.history}
-    return replace(tuned, stages=stages)
+    return replace(tuned, stages={"SDE matching": fitted.history, "forecasting": tuned.history})
 
 
 def drawn_from(source: Callable[[int, np.random.Generator], Any], size: int, rng: np.random.Generator) -> Any:
