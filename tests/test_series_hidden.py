@@ -242,19 +242,26 @@ def test_what_several_hidden_components_do_not_support_is_refused_in_one_line(op
 
 
 def test_particles_on_a_linear_model_are_kalmans_filter():
-    """With a hidden component, a missing value, known errors, and one step per value as for other SDEs."""
+    """With a hidden component, a missing value, known errors, an input that jumps at each time, and one step
+    per value as for other SDEs."""
     sde, times, y = data(2)
     times, y = times[:12], y[:12]
-    options = {"measurement_noise": np.full(y.shape, 0.1), "initial": "stationary"}
-    exact = rf.series_likelihood(sde, times, y, key=KEY, **options)
+    driven = rf.ParametricSDE(
+        lambda t, x, p, u: sde.drift(t, x) + p["gain"] * u,
+        lambda t, x, p, u: sde.diffusion(t, x),
+        {"gain": 1.0},
+    )
+    inputs = rf.series.Inputs(times, (-1.0) ** np.arange(12))
+    options = {"measurement_noise": np.full(y.shape, 0.1), "inputs": inputs}
+    exact = rf.series_likelihood(driven, times, y, key=KEY, **options)
     assert exact.method == "kalman"
     setup = Setup(
-        sde, panel(times, y, partial=True), Observation(**options), sde.coordinates, KEY, False, None
+        driven, panel(times, y, partial=True), Observation(**options), sde.coordinates, KEY, False, None
     )
     found = setup.made(rf.transition.Effort(1, 32, 1), "particles")
-    (value,), (error,) = eqx.filter_jit(lambda one: one.parts(one.space(sde)))(found)
+    (value,), (error,) = eqx.filter_jit(lambda one: one.parts(one.space(driven)))(found)
     assert error < 0.02
-    np.testing.assert_allclose(value, exact(sde), rtol=0, atol=3 * error)
+    np.testing.assert_allclose(value, exact(driven), rtol=0, atol=3 * error)
 
 
 @pytest.mark.slow

@@ -248,12 +248,14 @@ class StateSpace(eqx.Module):
         """
         sigma = self.fields(time + 0.5 * dt, z)[1].T
         h, unit = dt / SUBSTEPS, sigma / jnp.sqrt(dt)
+        # Inputs may jump at the end of a step, so they are evaluated just before it.
+        last = time + dt - 8 * jnp.finfo(dt.dtype).eps * (jnp.abs(time) + dt)
 
         def slope(part: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
             mean, parts = state
             move = self._inwards(mean, np.sqrt(3) * parts)
             at = jnp.concatenate([mean[None], mean[None] + move, mean[None] - move])
-            drifts = jax.vmap(lambda y: self.fields(time + part * dt, y)[0])(at)
+            drifts = jax.vmap(lambda y: self.fields(jnp.minimum(time + part * dt, last), y)[0])(at)
             here, (after, before) = drifts[0], jnp.split(drifts[1:], 2)
             noise = jnp.concatenate([unit, np.sqrt(3) * (2 * part - 1) * unit])
             rise = here + jnp.sum(after + before - 2 * here[None], axis=0) / 6
