@@ -1,5 +1,6 @@
 """Fits do not depend on the units of time and values, on the precision of the process, or on a bad start."""
 
+import dataclasses
 from typing import ClassVar
 
 import jax
@@ -208,16 +209,15 @@ def test_the_test_of_a_unit_root_has_its_level():
 
 
 def test_a_profile_above_the_maximum_is_reported():
+    """`profile` names the better point; `confint` and `summary` warn of it."""
     result = rf.fit_sde(rf.OrnsteinUhlenbeck, TIMES, LINE, key=jax.random.key(0), num_starts=1)
-    off = rf.FittedSDE(
-        result.likelihood,
-        result.series,
-        result.free + np.array([0.0, 0.0, 0.5]),
-        result.free_information,
-        result.falls,
-        0.0,
-        0.02,
-    )
-    with pytest.raises(ValueError, match="the fit is not at the maximum") as error:
+    falls = result.falls.copy()
+    falls[0, result.names.index("kappa")] = 1.0  # kappa is close to a boundary, so it is profiled
+    away = result.free + np.array([0.0, 0.0, 0.5])
+    off = dataclasses.replace(result, free=away, falls=falls)
+    better = f"higher at kappa = {result.params['kappa']:.4g}"
+    with pytest.raises(ValueError, match=f"the fit is not at the maximum: .* {better}") as error:
         off.profile("kappa")
     assert "\n" not in str(error.value)
+    with pytest.warns(UserWarning, match=better):
+        assert np.isnan(off.confint()["kappa"]).all()

@@ -12,7 +12,7 @@ import numpy as np
 import scipy
 from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
-from .._checks import check_callable, check_count, check_instance, check_key
+from .._checks import check_callable, check_count, check_instance, check_key, warn
 from .._programs import in_double_precision
 from .._show import table
 from ..faq import see
@@ -30,6 +30,7 @@ from ._observed import Observed, same_data
 from ._parameters import Domain
 from ._search import (
     LOSS,
+    HigherError,
     boundary_p_value,
     check_level,
     climb,
@@ -289,12 +290,19 @@ class FittedSDE:
 
     def confint(self, level: float = 0.95) -> dict[str, tuple[float, float]]:
         """Confidence intervals by name, computed on the unconstrained scale, so that the interval of a
-        positive parameter is positive. Parameters on or near a boundary have profile-likelihood intervals."""
+        positive parameter is positive. Parameters on or near a boundary have profile-likelihood intervals; if
+        a profile rises above the fit, there is a warning and the interval is NaN."""
         width = scipy.stats.norm.ppf(0.5 + 0.5 * check_level(level)) * np.sqrt(np.diag(self._inverse()))
         low, high = (self._values(self.free + side * width) for side in (-1, 1))
         found = dict(zip(self.names, zip(low.tolist(), high.tolist(), strict=True), strict=True))
         by_profile = (*self.boundary, *self.near_boundary) if self.identified else ()
-        return found | {name: self.profile(name, level) for name in by_profile}
+        for name in by_profile:
+            try:
+                found[name] = self.profile(name, level)
+            except ValueError as error:
+                found[name] = (np.nan, np.nan)
+                warn(str(error))
+        return found
 
     @in_double_precision
     def _values(self, free: np.ndarray) -> np.ndarray:
@@ -315,7 +323,16 @@ class FittedSDE:
         if self.likelihood.smooth is not self.likelihood:
             free = climb(total, free, lambda _: self.free_information)  # maximum of the smooth likelihood
         fit = (free, self.free_information, self.falls, place)
-        low, high = profile_interval(total, *fit, check_level(level))
+        try:
+            low, high = profile_interval(total, *fit, check_level(level))
+        except HigherError as error:
+            higher = climb(total, error.free, lambda _: self.free_information)
+            there = self._by_name(self._values(higher)).items()
+            raise ValueError(
+                f"the fit is not at the maximum: the log-likelihood is "
+                f"{total(higher)[0] - total(free)[0]:.2g} nats higher at "
+                f"{', '.join(f'{name} = {value:.4g}' for name, value in there)}; fit again from there"
+            ) from None
         ends = [
             self._values(np.where(np.arange(len(self.free)) == place, end, self.free)) for end in (low, high)
         ]

@@ -218,6 +218,13 @@ MAX_INTERVAL_DISTANCE = 15.0  # maximum distance of an interval's end, in standa
 MAX_PROFILE_EXCESS = 0.01  # nats; a profile may exceed the maximum by at most this much
 
 
+class HigherError(Exception):
+    """A profile has found the point `free`, where the likelihood is higher than at the fit."""
+
+    def __init__(self, free: np.ndarray):
+        self.free = free
+
+
 def profile_interval(
     total: Total, free: np.ndarray, information: np.ndarray, falls: np.ndarray, place: int, level: float
 ) -> tuple[float, float]:
@@ -246,13 +253,11 @@ def profile_interval(
         at = free.copy()
         at[place] += distance * error
         at[others] += distance * error * follow
-        rest = restricted(total, at, others)
-        best = rest(climb(rest, at[others], lambda _: inner))[0] if others.any() else total(at)[0]
+        if others.any():
+            at[others] = climb(restricted(total, at, others), at[others], lambda _: inner)
+        best = total(at)[0]
         if best > top + MAX_PROFILE_EXCESS:
-            raise ValueError(
-                f"the fit is not at the maximum: {distance:.2g} standard errors away, the log-likelihood is "
-                f"{best - top:.2g} nats higher; fit again with a larger num_starts"
-            )
+            raise HigherError(at)
         return float(np.sqrt(max(2 * (top - best), 0.0))) - edge
 
     ends = [-np.inf, np.inf]
