@@ -328,13 +328,20 @@ MOVES, FEW = 8, 8  # maximum number of rounds of BFGS with a moving grid, and of
 def _searched(likelihood: AbstractLikelihood, free: np.ndarray) -> tuple[AbstractLikelihood, np.ndarray]:
     """Maximise by BFGS. The grid of hidden states, or the nodes of varying parameters, are moved after each
     round, until the log-likelihood no longer changes. Return the likelihood and its maximiser."""
-    on_grid = isinstance(likelihood, HiddenLikelihood) and likelihood.of_sde.method == GRID
-    if not (on_grid or isinstance(likelihood, VaryingLikelihood)):
-        return likelihood, climb(likelihood.smooth.total, free, likelihood.quick_information)
+    if isinstance(likelihood, VaryingLikelihood):
+        likelihood, free = _searched_by_rounds(likelihood, free)
+        wider = likelihood.widened(free)
+        return _searched_by_rounds(likelihood, wider) if (wider != free).any() else (likelihood, free)
+    if isinstance(likelihood, HiddenLikelihood) and likelihood.of_sde.method == GRID:
+        return _searched_by_rounds(likelihood, free)
+    return likelihood, climb(likelihood.smooth.total, free, likelihood.quick_information)
+
+
+def _searched_by_rounds(likelihood: Any, free: np.ndarray) -> tuple[Any, np.ndarray]:
     last = np.inf
     for _ in range(MOVES):
         free = climb(likelihood.total, free, likelihood.quick_information, rounds=1, iterations=FEW)
-        likelihood = likelihood.moved_to(free)  # pyright: ignore[reportAttributeAccessIssue]
+        likelihood = likelihood.moved_to(free)
         value = likelihood.total(free)[0]
         if abs(value - last) < SETTLED:
             break

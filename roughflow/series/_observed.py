@@ -166,8 +166,13 @@ def panel(times: Any, values: Any, *, partial: bool = False, fewest: int = FEWES
     origin = None
     if kinds <= {DATES, ZONED}:
         origin = min(when.array.min().astype("datetime64[us]") for when in whens)
-    parts = zip(whens, whats, strict=True)
-    return [Observed.of(when, what, origin, partial, fewest) for when, what in parts]
+    found = []
+    for k, (when, what) in enumerate(zip(whens, whats, strict=True)):
+        try:
+            found.append(Observed.of(when, what, origin, partial, fewest))
+        except ValueError as error:
+            raise ValueError(f"series {k}: {error}" if len(whens) > 1 else str(error)) from None
+    return found
 
 
 def _is_nested(data: Any) -> bool:

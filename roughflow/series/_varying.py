@@ -17,10 +17,13 @@ from .._programs import jit
 from ..transition import AbstractCoordinates, Effort, Transition
 from ._likelihood import AbstractLikelihood, Likelihood, term_scores
 from ._parameters import ANY, POSITIVE, Parameters
+from ._search import LOSS
 
 SPREAD = "_spread"  # suffix of the name of a population's standard deviation
 NODES = (15, 9, 5)  # Gauss–Hermite nodes per parameter, for one, two and three varying parameters
 ROUNDS, MOVED = 8, 1e-3  # rounds of adaptive quadrature; it stops when mean and deviation change by less
+VANISHED = 1e-3  # information on the logarithm of a spread below which the spread has vanished
+GRID = np.logspace(-0.5, 3, 8)  # spreads, relative to the standard error of the parameter given one series
 FACTOR = 0.5  # nodes are placed again when the logarithm of a spread has changed by more
 
 
@@ -145,6 +148,23 @@ class VaryingLikelihood(AbstractLikelihood):
             last = here
         return found
 
+    def widened(self, free: np.ndarray) -> np.ndarray:
+        """Free parameters in which spreads that have vanished are replaced by the best ones on a coarse grid,
+        if these have a higher likelihood. A search that began far from the maximum may lose them, because the
+        gradient vanishes with the spread."""
+        information = np.diag(self.quick_information(free))
+        best, found = self.value(free), free
+        for spread, place in enumerate(self.places, len(free) - len(self.places)):
+            if information[spread] > VANISHED:
+                continue
+            unit = np.sqrt(len(self.singles) / information[place]) * self.parameters.scale[place]
+            for factor in GRID:
+                trial = found.copy()
+                trial[spread] = np.log(factor * unit)
+                if (value := self.value(trial)) > best + LOSS:
+                    best, found = value, trial
+        return found
+
     def sde(self, free: Array) -> Any:
         return self.parameters.sde(self.parameters.from_free(free))[0]
 
@@ -199,7 +219,7 @@ def varying_likelihood(
         raise ValueError(f"varying requires one to {len(NODES)} parameters and a panel of two or more series")
     alone = tuple(one for one in singles if isinstance(one, Likelihood))
     if len(alone) < len(singles):
-        raise ValueError("varying requires that all components are observed without measurement errors")
+        raise ValueError("varying requires an SDE without memory, observed in all components without measurement errors")
     order = sorted(spreads)  # the order of the leaves of a dictionary
     leaf = len(jax.tree.leaves(given.template))
     parameters = Parameters(
