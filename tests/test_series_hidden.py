@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+import pandas as pd
 import pytest
 from scipy import linalg, stats
 
@@ -14,6 +15,7 @@ import roughflow as rf
 from benchmarks.hidden_states import problem
 from roughflow.series._observed import panel
 from roughflow.series._parameters import Parameters
+from roughflow.series.hidden._kalman import is_linear
 from roughflow.series.hidden._likelihood import Observation, Setup
 
 KEY = jax.random.key(0)
@@ -117,6 +119,7 @@ def test_a_fit_with_inputs_has_the_states_of_the_dense_posterior():
     [
         (np.full((9, 2), np.nan), {}, "values are all missing"),
         (None, {"inputs": (np.zeros(1), np.ones(1))}, "inputs must cover the series"),
+        (None, {"inputs": (np.array(["2020", "2021"], "datetime64"), np.ones(2))}, "inputs are dates, but"),
         (None, {"initial": "steady"}, "initial must be"),
         (None, {"initial": [0.5, 0.2]}, "initial needs 1 value, one for each hidden component, got 2"),
         (None, {"initial": [np.nan]}, "initial must be finite"),
@@ -164,6 +167,29 @@ def test_a_normal_distribution_of_the_hidden_component_at_the_first_time(of):
     truth = stats.multivariate_normal(mean[seen], spread[np.ix_(seen, seen)]).logpdf(y.ravel()[seen])
     assert likelihood.method == "kalman"
     np.testing.assert_allclose(likelihood(sde), truth, rtol=0, atol=1e-8)
+
+
+def test_inputs_are_those_at_the_times_of_the_series():
+    """A later series, after other inputs, that starts in equilibrium; tables of pandas; inputs that jump
+    inside one step, where a linear model has no exact steps."""
+    times, y = np.arange(12.0), np.sin(np.arange(12.0))
+    sde = rf.ParametricSDE(
+        lambda t, x, p, u: p["rate"] * (u - x), lambda t, x, p, u: 0.5 * jnp.ones((1, 1)), {"rate": 1.0}
+    )
+    value = lambda times, inputs: rf.series_likelihood(
+        sde, times, y, key=KEY, inputs=inputs, initial="stationary", measurement_noise=0.1
+    )(sde)
+    table = np.append(-1.0, times), np.append(5.0, np.cos(times))
+    expected = value(times, table)
+    np.testing.assert_allclose(value(times + 8, (table[0] + 8, table[1])), expected, rtol=1e-6)
+    np.testing.assert_allclose(value(times, tuple(map(pd.Series, table))), expected, rtol=1e-6)
+    options = {"initial": "stationary", "measurement_noise": 0.1, "inputs": table}
+    with pytest.raises(ValueError, match="the same inputs at the first time"):
+        rf.series_likelihood(sde, [times[:9], times[:9] + 1], [y[:9], y[:9]], key=KEY, **options)
+    jump = lambda t: jnp.where(t > 3.3, 1.0, 0.0)[None]
+    series = panel(times, y, partial=True)
+    setup = Setup(sde, series, Observation(0.1, inputs=jump), rf.transition.Unchanged(), KEY, True, None)
+    assert not is_linear(setup.blank(rf.transition.Effort(), "kalman").space(sde))
 
 
 def test_linear_models_are_recognised_in_single_precision():

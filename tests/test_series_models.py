@@ -75,8 +75,8 @@ def test_fixed_parameters_keep_their_values():
 
 
 def test_a_varying_rate_is_integrated_out():
-    """The marginal likelihood of a panel by the trapezoidal rule, its maximum, and all rates, from a start with
-    far too little spread."""
+    """The marginal likelihood of a panel by the trapezoidal rule, its maximum, and all rates, from a start
+    with far too little spread."""
     rng, dt = np.random.default_rng(0), 0.1
     rates, panel = 2 * np.exp(0.6 * rng.normal(size=8)), []
     for rate in rates:

@@ -219,7 +219,9 @@ def varying_likelihood(
         raise ValueError(f"varying requires one to {len(NODES)} parameters and a panel of two or more series")
     alone = tuple(one for one in singles if isinstance(one, Likelihood))
     if len(alone) < len(singles):
-        raise ValueError("varying requires an SDE without memory, observed in all components without measurement errors")
+        raise ValueError(
+            "varying requires an SDE without memory, observed in all components without measurement errors"
+        )
     order = sorted(spreads)  # the order of the leaves of a dictionary
     leaf = len(jax.tree.leaves(given.template))
     parameters = Parameters(

@@ -18,6 +18,7 @@ from ._state_space import StateSpace
 CLOSE = 1e-9  # a transition with a smaller relative error counts as linear
 TAYLOR_TERMS, MAX_DOUBLINGS = 15, 32
 PROBES = 3  # number of random states at which linearity is checked
+MAX_CHECKED = 4096  # number of steps at which it is checked
 LOG_TWO_PI = float(np.log(2 * np.pi))
 
 
@@ -133,7 +134,7 @@ def _in_doubles(space: StateSpace) -> StateSpace:
 @functools.partial(jit, level=1)
 def _is_affine(space: StateSpace) -> Array:
     rows, d = space.rows, space.rows.fixed.shape[1]
-    places = np.unique(np.linspace(0, len(rows.dt) - 1, PROBES).astype(int))
+    places = np.unique(np.linspace(0, len(rows.dt) - 1, MAX_CHECKED).astype(int))
     time, dt = rows.times[rows.before[places]], rows.dt[places]
     # Whole steps and their first and second halves, in one program.
     spans = jnp.concatenate([time, time, time + dt / 2]), jnp.concatenate([dt, dt / 2, dt / 2])

@@ -651,6 +651,7 @@ class Setup:
         observation, space = self.observation, whole.space(self.sde)
         _check_values(space)
         _check_coordinates(self.coordinates, jnp.asarray(self._typical, float))
+        _check_stationary(space)
         if observation.observe is not None:
             _check_observe(space, self._typical)
         if observation.steps is None and is_linear(space):
@@ -874,6 +875,20 @@ def _check_start(space: StateSpace, observation: Observation, sde: Any) -> None:
             f"initial='stationary' requires a linear SDE or one whose stationary distribution is known, not "
             f"{type(sde).__name__}: pass a distribution"
         )
+
+
+def _check_stationary(space: StateSpace) -> None:
+    """Raise an error if the stationary distribution at the first time differs between series."""
+    times = space.rows.times[space.rows.first]
+    if isinstance(space.initial, str) and len(times) > 1:
+        drift = jax.vmap(
+            lambda t: space.fields(t, space.coordinates.from_state(jnp.ones(space.rows.fixed.shape[1])))[0]
+        )(times)
+        if not jnp.allclose(drift, drift[:1]):
+            raise ValueError(
+                "initial='stationary' requires the same inputs at the first time of all series: pass a "
+                "distribution"
+            )
 
 
 def _typical(

@@ -18,7 +18,7 @@ from jaxtyping import Array
 from ..._checks import check_callable
 from ...sde import AbstractItoSDE, AbstractSDE, noise_matrix
 from ...transition import AbstractCoordinates, Unchanged
-from .._observed import Observed, Times, as_columns
+from .._observed import DATES, ZONED, Observed, Times, as_columns
 from ..models import AbstractDistribution, AbstractNamedSDE, Normal, Transformed, exact_transition
 
 STATIONARY = "stationary"
@@ -29,7 +29,7 @@ CLAMPED = 400  # number of steps towards the equilibrium of the hidden component
 
 class Inputs(eqx.Module):
     """Inputs u(t) `(m,)` from a table: constant from one time to the next or, with `held=False`, interpolated
-    linearly.
+    linearly. The last inputs are used for all later times, as in forecasts.
 
     ```python
     import numpy as np
@@ -41,12 +41,12 @@ class Inputs(eqx.Module):
     """
 
     times: Array | np.ndarray  # (K,); the method `since` converts dates to years
-    columns: Array  # (K, m)
+    columns: Array | np.ndarray  # (K, m)
     held: bool = eqx.field(static=True, default=True)
 
     def __init__(self, times: Any, columns: Any, held: bool = True):
         self.times = np.asarray(times) if not isinstance(times, jax.Array) else times
-        self.columns = jnp.asarray(as_columns(columns)) if isinstance(columns, np.ndarray | list) else columns
+        self.columns = columns if isinstance(columns, jax.Array) else as_columns(columns)
         self.held = held
         if len(self.times) != len(self.columns):
             raise ValueError(
@@ -54,10 +54,11 @@ class Inputs(eqx.Module):
             )
 
     def __call__(self, t: Array) -> Array:
+        columns = jnp.asarray(self.columns, float)
         if self.held:
             place = jnp.searchsorted(self.times, t, side="right") - 1
-            return self.columns[jnp.clip(place, 0, len(self.times) - 1)]
-        return jax.vmap(lambda column: jnp.interp(t, self.times, column), in_axes=1)(self.columns)
+            return columns[jnp.clip(place, 0, len(self.times) - 1)]
+        return jax.vmap(lambda column: jnp.interp(t, self.times, column), in_axes=1)(columns)
 
     def since(self, series: Sequence[Observed]) -> "Inputs":
         """The inputs with their times converted to floats, on the time scale of the series."""
@@ -66,7 +67,10 @@ class Inputs(eqx.Module):
     def numbers(self, series: Sequence[Observed]) -> np.ndarray:
         """The times as floats, on the time scale of the series. Raise an error if they do not cover the
         series."""
-        times = Times.of(self.times).since(series[0].origin)
+        given, kind = Times.of(self.times), series[0].kind
+        if (given.kind in (DATES, ZONED)) != (kind in (DATES, ZONED)):
+            raise ValueError(f"times of the inputs are {given.kind}, but those of the series are {kind}")
+        times = given.since(series[0].origin)
         if not np.isfinite(np.asarray(self.columns)).all() or not (np.diff(times) > 0).all():
             raise ValueError("inputs must be finite, and their times must increase")
         first, last = min(one.times[0] for one in series), max(one.times[-1] for one in series)
@@ -79,8 +83,8 @@ class Inputs(eqx.Module):
 
     @staticmethod
     def of(inputs: Any) -> Any:
-        """Convert a tuple to `Inputs`; return `Inputs` or a function of time unchanged."""
-        if isinstance(inputs, tuple):
+        """Convert times and columns to `Inputs`; return `Inputs` or a function of time unchanged."""
+        if isinstance(inputs, tuple | list) and len(inputs) == 2:
             return Inputs(*inputs)
         if not isinstance(inputs, Inputs):
             check_callable("inputs", inputs, "of time, or times and columns")
@@ -165,7 +169,7 @@ class StateSpace(eqx.Module):
         found = self.initial
         if isinstance(found, str):
             inner = self.sde.sde if isinstance(self.sde, Driven) else self.sde
-            return stationary(inner, self.fields, self.rows.fixed.shape[1], self.unknown)
+            return stationary(inner, self.fields, self.rows.times[0], self.rows.fixed.shape[1], self.unknown)
         if callable(found) and not hasattr(found, "log_prob"):
             found = found(self.sde.sde if isinstance(self.sde, Driven) else self.sde)
         return found if found is None or hasattr(found, "log_prob") else jnp.ravel(jnp.asarray(found))
@@ -338,8 +342,9 @@ class StateSpace(eqx.Module):
         return self.step(z, time, dt).sample(key)
 
 
-def stationary(sde: Any, fields: Callable, d: int, unknown: tuple[int, ...]) -> Any:
-    """The stationary distribution of the components of an SDE whose indices are `unknown`."""
+def stationary(sde: Any, fields: Callable, t: Array, d: int, unknown: tuple[int, ...]) -> Any:
+    """The stationary distribution of the components of an SDE whose indices are `unknown`, with the inputs of
+    time t."""
     own = sde.stationary(unknown) if isinstance(sde, AbstractNamedSDE) else None
     if own is not None:
         return own
@@ -347,7 +352,7 @@ def stationary(sde: Any, fields: Callable, d: int, unknown: tuple[int, ...]) -> 
         raise ValueError(
             "initial='stationary' requires that no component is observed exactly at the first time"
         )
-    zero, t = jnp.zeros(d), jnp.zeros(())
+    zero = jnp.zeros(d)
     constant, sigma = fields(t, zero)
     rate = jax.jacfwd(lambda z: fields(t, z)[0])(zero)
     # A P + P Aᵀ + σσᵀ = 0, as one linear system for the entries of P.
