@@ -121,6 +121,7 @@ def test_a_fit_with_inputs_has_the_states_of_the_dense_posterior():
         (None, {"inputs": (np.zeros(1), np.ones(1))}, "inputs must cover the series"),
         (None, {"inputs": (np.array(["2020", "2021"], "datetime64"), np.ones(2))}, "inputs are dates, but"),
         (None, {"initial": "steady"}, "initial must be"),
+        (None, {"measurement_noise": -np.ones((9, 2))}, "positive standard deviation; got -1.0"),
         (None, {"initial": [0.5, 0.2]}, "initial needs 1 value, one for each hidden component, got 2"),
         (None, {"initial": [np.nan]}, "initial must be finite"),
     ],
@@ -149,8 +150,11 @@ def test_a_start_that_is_stationary_or_known():
         spread = (covariance + noise**2 * np.eye(30))[some, some]
         truth = stats.multivariate_normal(means[name][some], spread).logpdf(y[some])
         given = {"measurement_noise": noise, "initial": initials[name]}
-        value = rf.series_likelihood(sde, times, y, key=KEY, **given)(sde)
-        np.testing.assert_allclose(value, truth, rtol=0, atol=1e-8)
+        likelihood = rf.series_likelihood(sde, times, y, key=KEY, **given)
+        np.testing.assert_allclose(likelihood(sde), truth, rtol=0, atol=1e-8)
+        # An unstable SDE has no stationary distribution.
+        unstable = likelihood(rf.OrnsteinUhlenbeck(-0.1, mu, 0.01))
+        assert np.isfinite(unstable) == (name == "known")
 
 
 @pytest.mark.parametrize("of", [rf.MultivariateNormal, dist.MultivariateNormal])

@@ -21,7 +21,7 @@ from ...transition import AbstractCoordinates, Effort, Transition, forwards, lin
 from .._likelihood import NOISE as NAME, AbstractLikelihood, information_by_differences
 from .._observed import FEWEST, Observed
 from .._parameters import POSITIVE, UNIT, Domain, Parameters
-from ..models import AbstractNamedSDE, exact_transition
+from ..models import AbstractNamedSDE, Normal, exact_transition
 from ._grid import (
     BRIDGE,
     EULER,
@@ -878,9 +878,17 @@ def _check_start(space: StateSpace, observation: Observation, sde: Any) -> None:
 
 
 def _check_stationary(space: StateSpace) -> None:
-    """Raise an error if the stationary distribution at the first time differs between series."""
+    """Raise an error if there is no stationary distribution, or if it differs between series."""
+    if not isinstance(space.initial, str):
+        return
+    start = space.start()
+    if isinstance(start, Normal) and not jnp.isfinite(start.covariance).all():
+        raise ValueError(
+            "initial='stationary' requires a start from parameters with a stationary distribution: pass other "
+            "parameters or a distribution"
+        )
     times = space.rows.times[space.rows.first]
-    if isinstance(space.initial, str) and len(times) > 1:
+    if len(times) > 1:
         drift = jax.vmap(
             lambda t: space.fields(t, space.coordinates.from_state(jnp.ones(space.rows.fixed.shape[1])))[0]
         )(times)
@@ -968,8 +976,9 @@ def check_noise(noise: Any, series: Sequence[Observed]) -> tuple[Array | None, l
             f"got shape {given.shape}"
         )
     seen = np.concatenate([np.isfinite(one.values) for one in series]) if whole else True
-    if not (np.isfinite(given) & (given > 0) | ~np.asarray(seen)).all():
-        raise ValueError(f"{NAME} must be a positive standard deviation; got {noise}")
+    bad = ~(np.isfinite(given) & (given > 0)) & np.asarray(seen)
+    if bad.any():
+        raise ValueError(f"{NAME} must be a positive standard deviation; got {given[bad][0]}")
     if not whole:
         return jnp.asarray(given), None
     given = np.where(seen, given, 1.0)

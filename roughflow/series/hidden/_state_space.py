@@ -344,7 +344,7 @@ class StateSpace(eqx.Module):
 
 def stationary(sde: Any, fields: Callable, t: Array, d: int, unknown: tuple[int, ...]) -> Any:
     """The stationary distribution of the components of an SDE whose indices are `unknown`, with the inputs of
-    time t."""
+    time t; NaN if there is none."""
     own = sde.stationary(unknown) if isinstance(sde, AbstractNamedSDE) else None
     if own is not None:
         return own
@@ -359,6 +359,9 @@ def stationary(sde: Any, fields: Callable, t: Array, d: int, unknown: tuple[int,
     unit = jnp.eye(d)
     system = jnp.kron(rate, unit) + jnp.kron(unit, rate)
     covariance = jnp.linalg.solve(system, -(sigma @ sigma.T).ravel()).reshape(d, d)
+    # If the SDE is unstable, the solution is not a covariance.
+    values = jnp.linalg.eigvalsh(jax.lax.stop_gradient(covariance))
+    covariance = jnp.where(values[0] >= -1e-6 * values[-1], covariance, jnp.nan)
     return Normal(-jnp.linalg.solve(rate, constant), covariance)
 
 
