@@ -7,6 +7,9 @@ a bootstrap particle filter in NumPy. NAME is `lotka`, `lotka-gaps` (30 % of the
 `coverage NAME FIRST COUNT SECONDS`: how often 95 % intervals of parameters and hidden states cover the truth,
 in fits of the simulated series FIRST, FIRST + 1, … NAME is `heston`, `volatility`, `neuron` or `lotka`.
 
+`linear SEED`: estimates of a linear SDE by the Kalman filter and by particles, compared with an independent
+Kalman filter in NumPy.
+
 `speed LENGTH`: seconds of the log-likelihood and its gradient for a long series.
 """
 
@@ -21,7 +24,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy import stats
+from scipy import linalg, stats
 
 import roughflow as rf
 
@@ -288,6 +291,66 @@ def coverage(name: str, first: str, count: str, seconds: str) -> None:
     )
 
 
+def linear(seed: str = "0") -> None:
+    """Print the differences between estimates of a linear SDE with a hidden component, missing cells, an
+    input and known errors, in standard errors. Particles are used for the same SDE with a term that is
+    negligible but not linear. The maximum in NumPy is one Newton step from the estimates."""
+    true, rng = np.array([2.0, 0.6, 0.5, 0.8, 0.3, 1.0]), np.random.default_rng(int(seed))
+    times = np.cumsum(rng.uniform(0.1, 0.5, 200))
+    u, errors = np.sin(times), rng.uniform(0.03, 0.1, (200, 2))
+
+    def steps(p: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        fast, slow, level, gain, *noise = p
+        rate, spread = np.array([[-fast, fast], [0, -slow]]), np.diag(np.square(noise))
+        found = []
+        for dt, now in zip(np.diff(times), u, strict=False):
+            constant = np.array([[0], [slow * level + gain * now]])
+            mean = linalg.expm(dt * np.block([[rate, constant], [np.zeros((1, 3))]]))
+            pair = linalg.expm(dt * np.block([[rate, spread], [np.zeros((2, 2)), -rate.T]]))
+            found.append((mean[:2, :2], mean[:2, 2], pair[:2, 2:] @ mean[:2, :2].T))
+        return found
+
+    x = [np.full(2, true[2])]
+    for grow, shift, spread in steps(true):
+        x.append(grow @ x[-1] + shift + np.linalg.cholesky(spread) @ rng.normal(size=2))
+    y = np.where(rng.uniform(size=(200, 2)) < [0.15, 2], np.nan, x + errors * rng.normal(size=(200, 2)))
+
+    def log_likelihood(p: np.ndarray) -> float:
+        mean, wide, total = np.full(2, 0.5), np.eye(2), 0.0
+        for i, step in enumerate([(np.eye(2), 0.0, 0.0), *steps(p)]):
+            mean, wide = step[0] @ mean + step[1], step[0] @ wide @ step[0].T + step[2]
+            if np.isfinite(y[i, 0]):
+                variance, gap = wide[0, 0] + errors[i, 0] ** 2, y[i, 0] - mean[0]
+                total -= 0.5 * (np.log(2 * np.pi * variance) + gap**2 / variance)
+                mean, wide = mean + wide[0] * gap / variance, wide - np.outer(wide[0], wide[0]) / variance
+        return total
+
+    names = ("k", "l", "m", "n", "s", "t")
+    options = {
+        "measurement_noise": errors, "inputs": (times, u), "num_starts": 1,
+        "initial": rf.MultivariateNormal(np.full(2, 0.5), np.eye(2)),
+        "domains": {name: rf.series.Domain(lower=0.0) for name in "klst"},
+    }  # fmt: skip
+    for how, bend in (("Kalman filter", 0.0), ("particles", 1e-7)):
+        drift = lambda t, x, p, u, bend=bend: jnp.stack(
+            [p["k"] * (x[1] - x[0]) + bend * jnp.sin(x[0]), p["l"] * (p["m"] - x[1]) + p["n"] * u[0]]
+        )
+        noise = lambda t, x, p, u: jnp.diag(jnp.stack([p["s"], p["t"]]))
+        sde = rf.ParametricSDE(drift, noise, dict(zip(names, true.tolist(), strict=True)))
+        result = rf.fit_sde(sde, times, y, key=KEY, **options)
+        at, scale = result.estimates, 1e-3 * np.sqrt(np.diag(result.covariance))
+        unit = np.diag(scale)
+        value = lambda *moves, at=at: log_likelihood(at + sum(moves))
+        slope = np.array([value(a) - value(-a) for a in unit]) / 2
+        bends = [[value(a, b) + value(-a, -b) - value(a, -b) - value(-a, b) for b in unit] for a in unit]
+        away = 1e-3 * np.linalg.solve(np.array(bends) / 4, slope)
+        print(f"{how}: {result.likelihood.described()}, warning: {result.warning}")
+        print(f"  log-likelihood {result.log_likelihood - log_likelihood(at):+.2e}")
+        print(
+            f"  estimates, in standard errors: {', '.join(f'{one:.1e}' for one in np.abs(away))}", flush=True
+        )
+
+
 def speed(length: str) -> None:
     """Time the likelihood of stochastic volatility for a long series of prices."""
     sde, n = VOLATILITY, int(length)
@@ -314,7 +377,7 @@ def speed(length: str) -> None:
 def main() -> None:
     jax.config.update("jax_enable_x64", True)
     parts: dict[str, Callable] = {
-        "likelihood": likelihood, "coverage": coverage, "speed": speed
+        "likelihood": likelihood, "coverage": coverage, "linear": linear, "speed": speed
     }  # fmt: skip
     parts[sys.argv[1]](*sys.argv[2:])
 

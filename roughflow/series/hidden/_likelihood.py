@@ -884,8 +884,8 @@ def _check_stationary(space: StateSpace) -> None:
     start = space.start()
     if isinstance(start, Normal) and not jnp.isfinite(start.covariance).all():
         raise ValueError(
-            "initial='stationary' requires a start from parameters with a stationary distribution: pass other "
-            "parameters or a distribution"
+            "initial='stationary' requires starting values for which the SDE has a stationary distribution: "
+            "pass others, or a distribution"
         )
     times = space.rows.times[space.rows.first]
     if len(times) > 1:
