@@ -329,9 +329,9 @@ def _searched(likelihood: AbstractLikelihood, free: np.ndarray) -> tuple[Abstrac
     """Maximise by BFGS. The grid of hidden states, or the nodes of varying parameters, are moved after each
     round, until the log-likelihood no longer changes. Return the likelihood and its maximiser."""
     if isinstance(likelihood, VaryingLikelihood):
-        likelihood, free = _searched_by_rounds(likelihood, free)
-        wider = likelihood.widened(free)
-        return _searched_by_rounds(likelihood, wider) if (wider != free).any() else (likelihood, free)
+        found, free = _searched_by_rounds(likelihood, free)
+        wider = found.widened(free)
+        return _searched_by_rounds(found, wider) if (wider != free).any() else (found, free)
     if isinstance(likelihood, HiddenLikelihood) and likelihood.of_sde.method == GRID:
         return _searched_by_rounds(likelihood, free)
     return likelihood, climb(likelihood.smooth.total, free, likelihood.quick_information)

@@ -831,10 +831,10 @@ class Compartments(AbstractNamedSDE):
         )
 
     def drift(self, t: Array, z: Array, u: Array | None = None) -> Array:
-        u = () if u is None else u
-        if len(u) != len(self.inputs):
-            raise ValueError(f"{len(self.inputs)} inputs are required, {self.inputs}, got {len(u)}")
-        known = dict(zip(self.components + self.inputs, (*z, *u), strict=True))
+        given = jnp.zeros(0) if u is None else u
+        if len(given) != len(self.inputs):
+            raise ValueError(f"{len(self.inputs)} inputs are required, {self.inputs}, got {len(given)}")
+        known = dict(zip(self.components + self.inputs, (*z, *given), strict=True))
         total = dict.fromkeys(self.components, jnp.zeros_like(z[0]))
         for pair, rate in self.exchange.items():
             target, _, source = pair.partition(" ")
