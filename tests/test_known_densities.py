@@ -390,6 +390,8 @@ def test_a_correlated_normal_base(key):
     """Its own density, its samples, and the density of an Ornstein–Uhlenbeck process that starts from it."""
     loc, covariance = np.array([0.5, -1.0]), np.array([[1.0, 0.9], [0.9, 2.0]])
     base, x = rf.MultivariateNormal(loc, covariance), np.array([[0.3, 0.1], [1.0, -2.0]])
+    inside_jit = jax.jit(lambda covariance: rf.MultivariateNormal(loc, covariance).log_prob(x))
+    np.testing.assert_allclose(inside_jit(covariance), base.log_prob(x), rtol=1e-12)
     np.testing.assert_allclose(base.log_prob(x), stats.multivariate_normal(loc, covariance).logpdf(x))
     np.testing.assert_allclose(np.cov(base.sample(key=key, shape=(50_000,)).T), covariance, atol=0.04)
     flow = rf.StochasticFlow(rf.ItoSDE(lambda t, z: -z, lambda t, z: jnp.eye(2)), base)

@@ -19,6 +19,7 @@ from .._checks import (
     is_traced,
     shown,
 )
+from .._linear import cholesky
 
 
 @runtime_checkable
@@ -134,14 +135,21 @@ class MultivariateNormal(eqx.Module):
             raise ValueError(
                 f"loc must have shape (d,) and covariance (d, d), got {loc.shape} and {covariance.shape}"
             )
+        if is_traced(covariance):
+            root = cholesky(covariance)  # NaN if the matrix is not positive definite
+        else:
+            root = self._checked_root(np.asarray(covariance))
+        self.loc, self.lower = loc, jnp.asarray(jnp.tril(root, -1), loc.dtype)
+        self.log_diagonal = jnp.asarray(jnp.log(jnp.diagonal(root)), loc.dtype)
+
+    @staticmethod
+    def _checked_root(covariance: np.ndarray) -> np.ndarray:
+        if not np.allclose(covariance, covariance.T):
+            raise ValueError("covariance must be symmetric")
         try:
-            root = np.linalg.cholesky(np.asarray(covariance))
+            return np.linalg.cholesky(covariance)
         except np.linalg.LinAlgError:
             raise ValueError("covariance must be positive definite") from None
-        if not np.allclose(covariance, np.transpose(covariance)):
-            raise ValueError("covariance must be symmetric")
-        self.loc, self.lower = loc, jnp.asarray(np.tril(root, -1), loc.dtype)
-        self.log_diagonal = jnp.asarray(np.log(np.diag(root)), loc.dtype)
 
     @property
     def covariance(self) -> Array:
