@@ -135,10 +135,8 @@ class MultivariateNormal(eqx.Module):
             raise ValueError(
                 f"loc must have shape (d,) and covariance (d, d), got {loc.shape} and {covariance.shape}"
             )
-        if is_traced(covariance):
-            root = cholesky(covariance)  # NaN if the matrix is not positive definite
-        else:
-            root = self._checked_root(np.asarray(covariance))
+        # Inside jit, a matrix that is not positive definite gives NaN.
+        root = cholesky(covariance) if is_traced(covariance) else self._checked_root(np.asarray(covariance))
         self.loc, self.lower = loc, jnp.asarray(jnp.tril(root, -1), loc.dtype)
         self.log_diagonal = jnp.asarray(jnp.log(jnp.diagonal(root)), loc.dtype)
 
