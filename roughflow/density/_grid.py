@@ -292,13 +292,9 @@ def waves(y: np.ndarray, count: int) -> np.ndarray:
 class Modes(NamedTuple):
     """Matrices between values at the nodes of an axis and amplitudes of its cosines and sines."""
 
-    highest: int  # highest wavenumber
     values: np.ndarray  # (n, m), maps amplitudes to values
-    plain: np.ndarray  # (m, n), maps values to amplitudes
-    first: np.ndarray  # (m, n), maps values to the amplitudes of minus their derivative
-    second: np.ndarray  # (m, n), maps values to the amplitudes of half their second derivative
-    slope: np.ndarray  # (m,), factors by which ∂ multiplies amplitudes, and the indices of these amplitudes
-    partner: np.ndarray
+    # (m, n), map values to the amplitudes of the function, minus its slope and half its second derivative
+    derivatives: tuple[np.ndarray, np.ndarray, np.ndarray]
 
     @staticmethod
     @functools.cache
@@ -306,30 +302,24 @@ class Modes(NamedTuple):
         count = math.floor(KEPT * size / 2)
         values, k = waves(nodes(size, 1)[:, 0], count), np.arange(1, 1 + count)
         plain = np.append(1, np.full(2 * count, 2))[:, None] / size * values.T
-        slope, partner = np.pi * np.concatenate([[0], k, -k]), np.concatenate([[0], k + count, k])
-        first, second = -slope[:, None] * plain[partner], -0.5 * slope[:, None] ** 2 * plain
-        return Modes(count, values, plain, first, second, slope, partner)
+        slope = scipy.linalg.block_diag(0, np.kron([[0, 1], [-1, 0]], np.pi * np.diag(k)))
+        return Modes(values, (plain, -slope @ plain, 0.5 * slope @ slope @ plain))
 
-    def operator(self, drift: Any, noise: Any) -> Any:
+    def operator(self, fields: Any) -> Any:
         """The discretised operator in one dimension, `(m, m)`."""
-        rates = lambda part: part[0][:, None] * self.values
-        return self.first @ rates(drift) + self.second @ rates(noise)
+        _, first, second = self.derivatives
+        return first @ (fields[0][:, None] * self.values) + second @ (fields[1][:, None] * self.values)
 
-    def product(self, now: Any, drift: Any, noise: Any) -> Any:
+    def product(self, now: Any, fields: Any) -> Any:
         """The operator in two dimensions applied to a density. Both are given as amplitudes of cosines and
-        sines.
-
-        Noise that does not depend on the state is given at one node only."""
-        q = self.values @ now @ self.values.T
-        left, right = self.first @ (drift[0] * q), self.plain @ (drift[1] * q)
-        if noise.size == 3:
-            square, cross = self.slope[:, None] ** 2, self.slope[:, None] * self.slope[None]
-            rest = (-0.5 * (noise[0] * square + noise[2] * square.T)) * now
-            rest = rest + (noise[1] * cross) * now[self.partner][:, self.partner]
-            return left @ self.plain.T + right @ self.first.T + rest
-        left = left + self.second @ (noise[0] * q)
-        right = right + self.first @ (noise[1] * q)
-        return left @ self.plain.T + right @ self.first.T + (self.plain @ (noise[2] * q)) @ self.second.T
+        sines."""
+        plain, first, second = self.derivatives
+        fields = fields * (self.values @ now @ self.values.T)
+        return (
+            (first @ fields[0] + second @ fields[2]) @ plain.T
+            + (plain @ fields[1] + first @ fields[3]) @ first.T
+            + (plain @ fields[4]) @ second.T
+        )
 
 
 def along_axes(matrix: np.ndarray, q: Any) -> Any:
@@ -347,13 +337,14 @@ class Transfer(NamedTuple):
 
     @staticmethod
     def between(old: Box, before: int, new: Box, size: int) -> "Transfer":
-        (y, inside), d, modes = old.within(new.places(size)), len(old.centre), Modes.of(before)
+        (y, inside), d, plain = old.within(new.places(size)), len(old.centre), Modes.of(before).derivatives[0]
         volume = np.where(inside, np.exp(new.log_volume - old.log_volume), 0)
         shape = (size,) * d
         places = y.reshape(*shape, d)
-        last = waves(places[..., 1] if d > 1 else np.zeros(0), modes.highest)
-        rows = waves(places[:, 0, 0] if d > 1 else y[:, 0], modes.highest) @ modes.plain
-        return Transfer(rows, last, modes.plain, volume.reshape(shape))
+        highest = len(plain) // 2
+        last = waves(places[..., 1] if d > 1 else np.zeros(0), highest)
+        rows = waves(places[:, 0, 0] if d > 1 else y[:, 0], highest) @ plain
+        return Transfer(rows, last, plain, volume.reshape(shape))
 
     def __call__(self, q: Any) -> Any:
         if q.ndim == 1:
@@ -371,7 +362,6 @@ class Segment(NamedTuple):
     size: int
     transform: np.ndarray  # (F, F), maps coefficients of x to those of y
     transfer: Transfer
-    uniform: bool = False  # whether the noise is independent of the state
     expansions: tuple[Expansion, ...] = ()  # expansions of the exponentials, in two dimensions
 
     @staticmethod
@@ -401,30 +391,27 @@ class Segment(NamedTuple):
 
     def run(self, q: Numbers, raw: Numbers) -> Numbers:
         """The density at the end of the segment, from the density on the previous mesh."""
-        modes, d = Modes.of(self.size), q.ndim
-        now = along_axes(modes.plain, self.transfer(q))
+        modes = Modes.of(self.size)
+        now = along_axes(modes.derivatives[0], self.transfer(q))
         for number, fields in enumerate(self.exponents(raw)):
-            drift, noise = fields[:d], fields[d:]
-            if d == 1:
+            if q.ndim == 1:
                 xp = jax.scipy.linalg if is_traced(now) else scipy.linalg
                 options = {"max_squarings": 64} if is_traced(now) else {}
-                now = xp.expm(modes.operator(drift, noise), **options) @ now
-                continue
-            if self.uniform:
-                noise = noise[:, :1, :1]
-            expansion = self.expansions[number]
-            drift, noise = drift / expansion.repeats, noise / expansion.repeats
-            now = expansion(now, lambda now, a=drift, b=noise: modes.product(now, a, b))
+                now = xp.expm(modes.operator(fields), **options) @ now
+            else:
+                expansion = self.expansions[number]
+                now = expansion(now, functools.partial(modes.product, fields=fields / expansion.repeats))
         return along_axes(modes.values, now)
 
 
 _run = jit(lambda segment, q, raw: segment.run(q, raw), level=1)
 
 
-def spectral_bounds(drift: np.ndarray, noise: np.ndarray) -> tuple[float, float]:
+def spectral_bounds(fields: np.ndarray) -> tuple[float, float]:
     """Bounds of the numerical range of the discretised operator: how far it extends to the left, and how far
     up and down."""
-    d, size = len(drift), drift.shape[1]
+    d, size = fields.ndim - 1, fields.shape[1]
+    drift, noise = fields[:d], fields[d:]
     top, place = KEPT * np.pi * size / 2, triangle(d)
     damping = 0.5 * top**2 * float(np.sum(np.abs(noise[place.ravel()]), axis=0).max())
     # The jump of the periodic continuation of the drift adds to the bound.
@@ -554,11 +541,6 @@ class Forecast(NamedTuple):
         return best
 
 
-def is_uniform(noise: np.ndarray) -> bool:
-    """Whether noise `(..., N, F)` is the same at all nodes."""
-    return bool(np.ptp(noise, axis=-2).max() <= 1e-12 * np.abs(noise).max())
-
-
 def needed(box: Box, level: float, covariance: np.ndarray) -> float:
     """The number of nodes per axis that a normal density needs in a box."""
     turned = box.scale.T @ np.linalg.inv(covariance) @ box.scale
@@ -672,16 +654,13 @@ def next_state(
 
 def planned(segment: Segment, raw: np.ndarray, resolution: Resolution, work: Work) -> Segment:
     """The segment with expansions of its exponentials, if the remaining work suffices."""
-    d, size = len(segment.box.centre), segment.size
-    fields = segment.exponents(raw)
-    if d == 1:
+    fields, size, rounding = segment.exponents(raw), segment.size, 0.1 * resolution.edge
+    if raw.shape[1] == size:
         work.spend(len(fields) * size**3 / 30)
         return segment
-    uniform = is_uniform(np.moveaxis(fields[:, d:].reshape(len(fields), -1, size**d), 1, 2))
-    rounding, bounds = 0.1 * resolution.edge, (spectral_bounds(each[:d], each[d:]) for each in fields)
-    expansions = tuple(Expansion.of(*each, rounding) for each in bounds)
-    work.spend(sum(each.products for each in expansions) * size**d * (1 if uniform else 2))
-    return segment._replace(uniform=uniform, expansions=expansions)
+    expansions = tuple(Expansion.of(*spectral_bounds(each), rounding) for each in fields)
+    work.spend(2 * sum(each.products for each in expansions) * size**2)
+    return segment._replace(expansions=expansions)
 
 
 def evaluation_cost(sde: AbstractSDE) -> float:
