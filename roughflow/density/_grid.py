@@ -36,6 +36,7 @@ from jaxtyping import Array, PRNGKeyArray
 from .._checks import NonFiniteError, as_real, check_positive, check_vector, is_traced
 from .._functions import fixed_functions
 from .._programs import in_double_precision, jit
+from ..flow import MultivariateNormal
 from ..sde import AbstractSDE, noise_matrix, to_ito, with_explicit_parameters
 from ._estimate import AbstractEstimator, Accuracy, Estimate
 
@@ -547,18 +548,33 @@ def needed(box: Box, level: float, covariance: np.ndarray) -> float:
     return math.sqrt(-2 * math.log(level) * float(np.diag(turned).max())) / (0.5 * np.pi * RESOLVED)
 
 
-class Beginning(NamedTuple):
-    """The density at the beginning of a solution: its logarithm at points `(N, d)`, and its moments."""
+class Beginning(eqx.Module):
+    """The distribution at the beginning of a solution."""
 
-    log_prob: Callable[[Numbers], Numbers]
-    mean: np.ndarray
-    covariance: np.ndarray
+    base: Any
     time: float = 0.0
+
+    @staticmethod
+    def of(sde: AbstractSDE, base: Any, start: Any, t1: float, number: int) -> "Beginning":
+        """The base or, for a fixed initial state, a normal distribution a short time later. This time is four
+        times shorter in each further solution."""
+        if start is None:
+            return Beginning(base)
+        time, d = FIRST * t1 / 4**number, start.size
+        mean, covariance = _after_point(sde, start, time)
+        root = jnp.linalg.cholesky(covariance)
+        parts = lambda normal: (normal.loc, normal.lower, normal.log_diagonal)
+        normal = MultivariateNormal(jnp.zeros(d), jnp.eye(d))
+        return Beginning(eqx.tree_at(parts, normal, (mean, root, jnp.log(jnp.diag(root)))), time)
+
+    def log_prob(self, x: Numbers) -> Numbers:
+        return in_batches(lambda some: _log_prob(self.base, some), x, BATCH)
 
     def box(self, level: float) -> Box:
         """The box around the points at which the density exceeds a share `level` of its maximum."""
-        d, root = len(self.mean), np.linalg.cholesky(self.covariance)
-        size, box = round(BATCH ** (1 / d)), Box(self.mean, FIRST_REACH * root)
+        draws = np.asarray(_draws(self.base))
+        d, root = draws.shape[1], np.linalg.cholesky(np.atleast_2d(np.cov(draws.T)))
+        size, box = round(BATCH ** (1 / d)), Box(draws.mean(axis=0), FIRST_REACH * root)
         for _ in range(8):
             x, y = box.places(size), nodes(size, d)
             logs = np.asarray(self.log_prob(x))
@@ -682,69 +698,18 @@ def relative_difference(q: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.minimum(largest(gap / size), largest(gap) / size)
 
 
-class FromDensity(eqx.Module):
-    """An initial distribution."""
-
-    base: Any
-
-    def at(self, number: int) -> Beginning:
-        del number
-        draws = np.asarray(_draws(values_of(self.base)))
-        log_prob = lambda x: in_batches(lambda some: _log_prob(self.base, some), x, BATCH)
-        return Beginning(log_prob, draws.mean(axis=0), np.atleast_2d(np.cov(draws.T)))
-
-
-class FromPoint(eqx.Module):
-    """A fixed initial state, replaced by a normal distribution a short time later. This time is four times
-    shorter in each further solution."""
-
-    sde: AbstractSDE
-    point: Numbers
-    t1: float
-
-    def at(self, number: int) -> Beginning:
-        time = FIRST * self.t1 / 4**number
-        moments = _moments(self.sde, self.point, time)
-        log_prob = lambda x: _normal(*moments, x)
-        mean, covariance = (np.asarray(a) for a in values_of(moments))
-        return Beginning(log_prob, mean, covariance, time)
-
-
 @functools.partial(jit, level=1)
-def _moments(sde: AbstractSDE, point: Numbers, t: Numbers) -> tuple[Numbers, Numbers]:
-    """Mean and covariance a short time after a point. They solve m′ = E μ and C′ = E[μ(Z − m)ᵀ + (Z − m)μᵀ +
-    σσᵀ] with C = 0 at the start; the expectations are expanded up to second derivatives of μ and σσᵀ."""
-    ito = to_ito(sde)
-
-    def both(t: Numbers, z: Numbers) -> Numbers:
-        sigma = noise_matrix(sde.noise(t, z))
-        return jnp.concatenate([ito.drift(t, z)[None], sigma @ sigma.T])
-
-    def rate(t: Numbers, state: Numbers) -> Numbers:
-        mean, covariance = state[0], state[1:]
-        slope = jax.jacfwd(both, 1)(t, mean)
-        bend = jax.jacfwd(jax.jacfwd(both, 1), 1)(t, mean)
-        value = both(t, mean) + 0.5 * jnp.einsum("kiab,ab->ki", bend, covariance)
-        push = slope[0] @ covariance
-        return jnp.concatenate([value[:1], value[1:] + push + push.T])
-
-    def step(state: Numbers, now: Numbers) -> tuple[Numbers, None]:
-        def stage(carry: tuple[Numbers, Numbers], part: Numbers) -> tuple[tuple[Numbers, Numbers], None]:
-            last = rate(now + part[0], state + part[0] * carry[1])
-            return (carry[0] + part[1] * last, last), None
-
-        parts = h * jnp.asarray([[0, 1 / 6], [0.5, 1 / 3], [0.5, 1 / 3], [1, 1 / 6]])
-        return jax.lax.scan(stage, (state, jnp.zeros_like(state)), parts)[0][0], None
-
-    h = t / 4
-    start = jnp.concatenate([point[None], jnp.zeros((point.size, point.size))])
-    end = jax.lax.scan(step, start, h * jnp.arange(4.0))[0]
-    return end[0], end[1:]
-
-
-@functools.partial(jit, level=1)
-def _normal(mean: Numbers, covariance: Numbers, x: Numbers) -> Numbers:
-    return jax.vmap(lambda x: jax.scipy.stats.multivariate_normal.logpdf(x, mean, covariance))(x)
+def _after_point(sde: AbstractSDE, point: Numbers, time: Numbers) -> tuple[Numbers, Numbers]:
+    """Mean and covariance a short time after a point, by Taylor series for the SDE linearised there."""
+    ito, middle = to_ito(sde), 0.5 * time
+    sigma, slope = noise_matrix(sde.noise(middle, point)), jax.jacfwd(ito.drift, 1)(middle, point)
+    move, added = time * ito.drift(middle, point), time * sigma @ sigma.T
+    mean, covariance = point + move, added
+    for order in range(2, 8):
+        move, half = time / order * slope @ move, time / order * slope @ added
+        added = half + half.T
+        mean, covariance = mean + move, covariance + added
+    return mean, covariance
 
 
 @functools.partial(jit, level=1)
@@ -776,7 +741,7 @@ def replay(sde: AbstractSDE, begin: Beginning, solution: Solution) -> Numbers:
 
 
 def log_prob_and_error(
-    sde: AbstractSDE, begin: Any, t1: float, x: Numbers, tolerance: float, max_work: float
+    sde: AbstractSDE, base: Any, start: Any, t1: float, x: Numbers, tolerance: float, max_work: float
 ) -> tuple[Numbers, Numbers]:
     """log p at x `(N, d)` and its error. Solutions are refined until two of them agree to the tolerance."""
 
@@ -784,15 +749,15 @@ def log_prob_and_error(
         size = 1 << max(6, (min(len(x), BATCH) - 1).bit_length())
         return in_batches(lambda some: _evaluate(values, gap, box, some), x, size)
 
-    (still, start), points = values_of((sde, begin)), values_of(x)
+    still, points = values_of((sde, base, start)), values_of(x)
     value, error, extra = np.full(len(x), np.nan), np.full(len(x), np.inf), 0.0
     solutions, left, share = [], max_work, FIRST_SHARE
     for number in range(MAX_SOLUTIONS):
         limit = left if number else FIRST_WORK * left
         work, resolution = Work(limit), Resolution.of(number, tolerance, share, points.shape[1])
         try:
-            beginning = start.at(number)
-            solutions.append(solve(still, beginning, t1, resolution, work))
+            begin = Beginning.of(*still, t1, number)
+            solutions.append(solve(still[0], begin, t1, resolution, work))
         except (Unresolved, np.linalg.LinAlgError):
             break
         left -= limit - work.left
@@ -804,16 +769,17 @@ def log_prob_and_error(
         logs, bars = (np.asarray(a) for a in evaluate(q, points))
         shares = np.nan_to_num(np.exp(logs + box.log_volume) / np.max(q))
         if number:
-            extra = FLOOR + solutions[-1].state.missed + beginning.error(*solutions[-1].first)
+            extra = FLOOR + solutions[-1].state.missed + begin.error(*solutions[-1].first)
             value, error = logs, bars + extra
             unmet = np.any(~(error <= tolerance) & (shares > 0.5 * LOWEST))
             if not unmet or 2 * (limit - work.left) > left:
                 break
         share = min(0.1 * share, max(LOWEST, np.min(shares[box.within(points)[1]], initial=1)))
-    traced = any(is_traced(leaf) for leaf in jax.tree.leaves((sde, begin, x)))
+    traced = any(is_traced(leaf) for leaf in jax.tree.leaves((sde, base, start, x)))
     if len(solutions) < 2 or not traced:
         return value, error
-    value, error = evaluate(replay(sde, begin.at(len(solutions) - 1), solutions[-1]), x)
+    begin = Beginning.of(sde, base, start, t1, len(solutions) - 1)
+    value, error = evaluate(replay(sde, begin, solutions[-1]), x)
     return value, error + extra
 
 
@@ -885,15 +851,19 @@ def estimate(
 ) -> tuple[Numbers, Numbers]:
     """log p at `x` `(..., d)` and its error; NaN and infinity if `max_work` does not suffice."""
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(()).dtype
-    model = (explicit(flow.sde, flow.dimension), flow.base, None if start is None else jnp.asarray(start), x)
+    model = (
+        explicit(flow.sde, flow.dimension),
+        flow.base,
+        None if start is None else jnp.asarray(start, float),
+        x,
+    )
     parameters, rest = eqx.partition(model, eqx.is_inexact_array)
 
     def values(parameters: Any) -> tuple[Numbers, Numbers]:
         double = jax.tree.map(lambda a: a.astype(float), parameters)
         sde, base, start, points = eqx.combine(double, rest)
-        begin = FromDensity(base) if start is None else FromPoint(sde, jnp.asarray(start, float), flow.t1)
         points = jnp.reshape(points, (-1, flow.dimension)).astype(float)
-        value, error = log_prob_and_error(sde, begin, flow.t1, points, tolerance, max_work)
+        value, error = log_prob_and_error(sde, base, start, flow.t1, points, tolerance, max_work)
         # The error includes rounding to the precision of x.
         error = error + jnp.finfo(dtype).eps * jnp.nan_to_num(jnp.abs(value))
         value, error = (jnp.reshape(part, x.shape[:-1]).astype(dtype) for part in (value, error))
