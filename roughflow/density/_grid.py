@@ -128,10 +128,9 @@ class Box(NamedTuple):
     def places(self, size: int) -> np.ndarray:
         return self.centre + nodes(size, len(self.centre)) @ self.scale.T
 
-    def within(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The coordinates y of points x, and a mask of the points inside the box."""
-        y = scipy.linalg.solve_triangular(self.scale, (np.asarray(x) - self.centre).T, lower=True).T
-        return np.clip(y, -1, 1), np.all(np.abs(y) < 1, axis=1)
+    def contains(self, x: np.ndarray) -> np.ndarray:
+        y = scipy.linalg.solve_triangular(self.scale, (x - self.centre).T, lower=True)
+        return np.all(np.abs(y) < 1, axis=0)
 
     @property
     def log_volume(self) -> Any:
@@ -284,12 +283,6 @@ class Expansion(NamedTuple):
         return now
 
 
-def waves(y: np.ndarray, count: int) -> np.ndarray:
-    """Cosines and sines of the first `count` wavenumbers at the given places, `(..., 1 + 2 count)`."""
-    angle = np.multiply.outer(np.pi * y, np.arange(1, 1 + count))
-    return np.concatenate([np.ones((*y.shape, 1)), np.cos(angle), np.sin(angle)], axis=-1)
-
-
 class Modes(NamedTuple):
     """Matrices between values at the nodes of an axis and amplitudes of its cosines and sines."""
 
@@ -301,7 +294,8 @@ class Modes(NamedTuple):
     @functools.cache
     def of(size: int) -> "Modes":
         count = math.floor(KEPT * size / 2)
-        values, k = waves(nodes(size, 1)[:, 0], count), np.arange(1, 1 + count)
+        y, k = nodes(size, 1), np.arange(1, 1 + count)
+        values = np.concatenate([np.ones((size, 1)), np.cos(np.pi * k * y), np.sin(np.pi * k * y)], axis=1)
         plain = np.append(1, np.full(2 * count, 2))[:, None] / size * values.T
         slope = scipy.linalg.block_diag(0, np.kron([[0, 1], [-1, 0]], np.pi * np.diag(k)))
         return Modes(values, (plain, -slope @ plain, 0.5 * slope @ slope @ plain))
@@ -315,7 +309,7 @@ class Modes(NamedTuple):
         """The operator in two dimensions applied to a density. Both are given as amplitudes of cosines and
         sines."""
         plain, first, second = self.derivatives
-        fields = fields * (self.values @ now @ self.values.T)
+        fields = fields * (self.values @ now @ self.values.T)[None]
         return (
             (first @ fields[0] + second @ fields[2]) @ plain.T
             + (plain @ fields[1] + first @ fields[3]) @ first.T
@@ -327,46 +321,33 @@ def along_axes(matrix: np.ndarray, q: Any) -> Any:
     return matrix @ q if q.ndim == 1 else matrix @ q @ matrix.T
 
 
-class Transfer(NamedTuple):
-    """The interpolation of a density from the mesh of one box to the mesh of another."""
-
-    rows: np.ndarray  # (n, n′), interpolation along the first axis
-    waves: np.ndarray  # (n, n, m), interpolation along the second axis, for each row
-    plain: np.ndarray  # (m, n′)
-    # (n, ...), ratio of the volume elements of the new and the old box; zero outside the old box
-    volume: np.ndarray
-
-    @staticmethod
-    def between(old: Box, before: int, new: Box, size: int) -> "Transfer":
-        (y, inside), d, plain = old.within(new.places(size)), len(old.centre), Modes.of(before).derivatives[0]
-        volume = np.where(inside, np.exp(new.log_volume - old.log_volume), 0)
-        shape = (size,) * d
-        places = y.reshape(*shape, d)
-        highest = len(plain) // 2
-        last = waves(places[..., 1] if d > 1 else np.zeros(0), highest)
-        rows = waves(places[:, 0, 0] if d > 1 else y[:, 0], highest) @ plain
-        return Transfer(rows, last, plain, volume.reshape(shape))
-
-    def __call__(self, q: Any) -> Any:
-        if q.ndim == 1:
-            return self.volume * (self.rows @ q)
-        rows = self.rows @ q @ self.plain.T
-        return self.volume * (self.waves @ rows[..., None])[..., 0]
+def transferred(q: Numbers, old: Box, new: Box, size: int) -> Numbers:
+    """A density, interpolated from the mesh of one box to the mesh of another; zero outside the old box."""
+    xp, count, y = jnp if is_traced(q) else np, math.floor(KEPT * len(q) / 2), nodes(size, 1)[:, 0]
+    waves = lambda y: xp.exp(1j * np.pi * xp.outer(y, np.arange(-count, 1 + count)))
+    spectrum = waves(nodes(len(q), 1)[:, 0]).conj().T / len(q)
+    # The matrix is lower triangular: the first coordinate does not depend on the second one.
+    turn, shift = xp.linalg.solve(old.scale, new.scale), xp.linalg.solve(old.scale, new.centre - old.centre)
+    p = xp.real(waves(shift[0] + turn[0, 0] * y) @ spectrum) @ q
+    if q.ndim == 2:
+        p = (p @ spectrum.T) * waves(shift[1] + turn[1, 0] * y)
+        p = xp.real(p @ waves(turn[1, 1] * y).T)
+    inside = xp.all(xp.abs(shift[None] + nodes(size, q.ndim) @ turn.T) < 1, axis=1)
+    return xp.where(inside.reshape(p.shape), xp.exp(new.log_volume - old.log_volume) * p, 0)
 
 
 class Segment(NamedTuple):
-    """A span of time, its box and mesh, and how the density is interpolated from the previous box."""
+    """A span of time, its box and mesh, and the previous box."""
 
     times: np.ndarray  # (K,), times at which coefficients are evaluated
     weights: np.ndarray  # (E, K), weights of the operators at these times in the exponents
+    before: Box
     box: Box
     size: int
-    transform: np.ndarray  # (F, F), maps coefficients of x to those of y
-    transfer: Transfer
     expansions: tuple[Expansion, ...] = ()  # expansions of the exponentials, in two dimensions
 
     @staticmethod
-    def of(time: float, span: float, box: Box, size: int, before: tuple[Box, int], steps: int) -> "Segment":
+    def of(time: float, span: float, before: Box, box: Box, size: int, steps: int) -> "Segment":
         """A segment solved by `steps` steps of the Magnus method or, if `steps` is 0, by one exponential.
 
         A step of length h is exp(h(βA₁ + αA₂)) exp(h(αA₁ + βA₂)), α = ¼ + √3/6, β = ¼ − √3/6, with the
@@ -377,7 +358,7 @@ class Segment(NamedTuple):
             h, alpha, beta = span / steps, 0.25 + math.sqrt(3) / 6, 0.25 - math.sqrt(3) / 6
             times = time + h * np.add.outer(np.arange(steps), GAUSS).ravel()
             weights = h * np.kron(np.eye(steps), [[alpha, beta], [beta, alpha]])
-        return Segment(times, weights, box, size, box.transform(), Transfer.between(*before, box, size))
+        return Segment(times, weights, before, box, size)
 
     def coefficients(self, sde: AbstractSDE) -> Numbers:
         return coefficients(sde, self.times, self.box.places(self.size))
@@ -387,14 +368,14 @@ class Segment(NamedTuple):
         xp, (count, points, width) = jnp if is_traced(raw) else np, raw.shape
         raw = xp.where(xp.isfinite(raw), raw, 0).reshape(count, -1)
         mixed = (self.weights @ raw).reshape(-1, points, width)
-        total = xp.moveaxis(mixed @ self.transform.T, 2, 1)
+        total = xp.moveaxis(mixed @ self.box.transform().T, 2, 1)
         return total.reshape(*total.shape[:2], *[self.size] * len(self.box.centre))
 
-    def run(self, q: Numbers, raw: Numbers) -> Numbers:
+    def run(self, q: Numbers, exponents: Numbers) -> Numbers:
         """The density at the end of the segment, from the density on the previous mesh."""
         modes = Modes.of(self.size)
-        now = along_axes(modes.derivatives[0], self.transfer(q))
-        for number, fields in enumerate(self.exponents(raw)):
+        now = along_axes(modes.derivatives[0], transferred(q, self.before, self.box, self.size))
+        for number, fields in enumerate(exponents):
             if q.ndim == 1:
                 xp = jax.scipy.linalg if is_traced(now) else scipy.linalg
                 options = {"max_squarings": 64} if is_traced(now) else {}
@@ -405,7 +386,7 @@ class Segment(NamedTuple):
         return along_axes(modes.values, now)
 
 
-_run = jit(lambda segment, q, raw: segment.run(q, raw), level=1)
+_run = jit(lambda segment, q, exponents: segment.run(q, exponents), level=1)
 
 
 def spectral_bounds(fields: np.ndarray) -> tuple[float, float]:
@@ -639,15 +620,17 @@ def next_state(
             span, box, size = ahead.plan(min(t1 / STEADY_SPANS, 0.4 * span), margin, cost, resolution)
             missed = missed_in_time(sde, state.time, span, box)
         work.spend(SEGMENT_WORK)
-        before, steps = (state.box, len(state.q)), 0 if missed is None else resolution.steps
-        segment = Segment.of(state.time, span, box, size, before, steps)
-        raw, new, larger = None, segment.transfer(state.q), [s for s in resolution.sizes if s >= 1.15 * size]
+        steps = 0 if missed is None else resolution.steps
+        segment = Segment.of(state.time, span, state.box, box, size, steps)
+        new = transferred(state.q, state.box, box, size)
+        raw, larger = None, [s for s in resolution.sizes if s >= 1.15 * size]
         coarse = tail(new) > ACCEPTED_TAIL * resolution.tail
         if not (coarse and larger):
             work.spend(len(segment.times) * size**d * cost)
             raw = segment.coefficients(sde)
-            segment = planned(segment, raw, resolution, work)
-            new = segment.run(state.q, raw)
+            exponents = segment.exponents(raw)
+            segment = planned(segment, exponents, resolution, work)
+            new = segment.run(state.q, exponents)
             coarse = tail(new) > ACCEPTED_TAIL * resolution.tail
         if not np.all(np.isfinite(new)):
             span, (box, _) = 0.3 * span, ahead.box(0.3 * span, margin, resolution.tail)
@@ -668,14 +651,13 @@ def next_state(
     raise Unresolved("no box contains the density")
 
 
-def planned(segment: Segment, raw: np.ndarray, resolution: Resolution, work: Work) -> Segment:
+def planned(segment: Segment, exponents: np.ndarray, resolution: Resolution, work: Work) -> Segment:
     """The segment with expansions of its exponentials, if the remaining work suffices."""
-    fields, size, rounding = segment.exponents(raw), segment.size, 0.1 * resolution.edge
-    if raw.shape[1] == size:
-        work.spend(len(fields) * size**3 / 30)
+    if exponents.ndim == 3:
+        work.spend(len(exponents) * segment.size**3 / 30)
         return segment
-    expansions = tuple(Expansion.of(*spectral_bounds(each), rounding) for each in fields)
-    work.spend(2 * sum(each.products for each in expansions) * size**2)
+    expansions = tuple(Expansion.of(*spectral_bounds(each), 0.1 * resolution.edge) for each in exponents)
+    work.spend(2 * sum(each.products for each in expansions) * segment.size**2)
     return segment._replace(expansions=expansions)
 
 
@@ -736,7 +718,7 @@ def replay(sde: AbstractSDE, begin: Beginning, solution: Solution) -> Numbers:
     """The density of a solution for differentiation, with the same boxes, meshes and steps."""
     q = begin.density(*solution.first)
     for segment in solution.segments:
-        q = _run(segment, q, segment.coefficients(sde))
+        q = _run(segment, q, segment.exponents(segment.coefficients(sde)))
     return q
 
 
@@ -749,7 +731,7 @@ def log_prob_and_error(
         size = 1 << max(6, (min(len(x), BATCH) - 1).bit_length())
         return in_batches(lambda some: _evaluate(values, gap, box, some), x, size)
 
-    still, points = values_of((sde, base, start)), values_of(x)
+    still, points = values_of((sde, base, start)), np.asarray(values_of(x))
     value, error, extra = np.full(len(x), np.nan), np.full(len(x), np.inf), 0.0
     solutions, left, share = [], max_work, FIRST_SHARE
     for number in range(MAX_SOLUTIONS):
@@ -765,7 +747,7 @@ def log_prob_and_error(
         gap = 0 * q
         if number:
             old, before = solutions[-2].state.box, solutions[-2].state.q
-            gap = relative_difference(q, Transfer.between(old, len(before), box, len(q))(before))
+            gap = relative_difference(q, transferred(before, old, box, len(q)))
         logs, bars = (np.asarray(a) for a in evaluate(q, points))
         shares = np.nan_to_num(np.exp(logs + box.log_volume) / np.max(q))
         if number:
@@ -774,7 +756,7 @@ def log_prob_and_error(
             unmet = np.any(~(error <= tolerance) & (shares > 0.5 * LOWEST))
             if not unmet or 2 * (limit - work.left) > left:
                 break
-        share = min(0.1 * share, max(LOWEST, np.min(shares[box.within(points)[1]], initial=1)))
+        share = min(0.1 * share, max(LOWEST, np.min(shares[box.contains(points)], initial=1)))
     traced = any(is_traced(leaf) for leaf in jax.tree.leaves((sde, base, start, x)))
     if len(solutions) < 2 or not traced:
         return value, error
