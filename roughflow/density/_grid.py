@@ -61,14 +61,13 @@ MAX_WORK = 5e8  # maximum work (`Work`) of all solutions together
 FIRST_WORK = 0.4  # share of MAX_WORK for the first solution
 SEGMENT_WORK = 5e5  # fixed work (`Work`) of a segment
 MAX_SOLUTIONS = 5
-MAX_SEGMENTS = 120  # segments of one solution
-MAX_ATTEMPTS = 16  # attempts for one segment
 # Densities above this share of the maximum must reach the tolerance, and in the first solution those above
 # the second one. If the given points have higher densities, the second solution needs to resolve only these.
-LOWEST, FIRST_SHARE = 1e-6, 1e-3
+LOWEST, FIRST_SHARE = 1e-6, 1e-4
 LEAST_EDGE = 2.5e-12  # minimum of the density accepted at the edge of a box, relative to the maximum
 FLOOR = 1e-7  # in nats; errors due to rounding and truncated expansions
 OVERSHOOT = 8.0  # how far the ellipse around a numerical range extends to the right of zero
+STRETCH = 1.6  # factor by which the nodes for a span may exceed those for its beginning
 MARGIN = 1.05  # factor by which a box around the density is enlarged
 ACCEPTED_EDGE, ACCEPTED_TAIL = 12.0, 3.0  # multiples of the planned edge and tail values that are accepted
 # The largest mesh fails if the amplitude of the highest wavenumbers exceeds this multiple of the planned one.
@@ -121,16 +120,16 @@ class Box(NamedTuple):
     @staticmethod
     def around(x: np.ndarray, root: np.ndarray, margin: float) -> "Box":
         """The smallest box around points with sides along the columns of `root`, enlarged by a margin."""
-        units = scipy.linalg.solve_triangular(root, x.T, lower=True)
-        low, high = units.min(axis=1), units.max(axis=1)
+        units = Box(0 * root[0], root).coordinates(x)
+        low, high = units.min(axis=0), units.max(axis=0)
         return Box(root @ (0.5 * (low + high)), root * (0.5 * margin * (high - low)))
 
     def places(self, size: int) -> np.ndarray:
         return self.centre + nodes(size, len(self.centre)) @ self.scale.T
 
-    def contains(self, x: np.ndarray) -> np.ndarray:
-        y = scipy.linalg.solve_triangular(self.scale, (x - self.centre).T, lower=True)
-        return np.all(np.abs(y) < 1, axis=0)
+    def coordinates(self, x: np.ndarray) -> np.ndarray:
+        """The coordinates y of points x."""
+        return scipy.linalg.solve_triangular(self.scale, (x - self.centre).T, lower=True).T
 
     @property
     def log_volume(self) -> Any:
@@ -441,92 +440,48 @@ class State(NamedTuple):
     missed: float = 0.0  # error in nats due to coefficients that are not smooth in time
 
 
-class Forecast(NamedTuple):
-    """A forecast of a density by the nearest linear SDE, dZ = (drift + slope (Z − mean)) dt + noise."""
+def plan(
+    state: State, longest: float, margin: float, finer: float, resolution: Resolution
+) -> tuple[float, Box, int]:
+    """The longest span, at most `longest`, whose box is not much larger than the density, the box, and the
+    number of nodes per axis. The density is assumed to move as under the nearest linear SDE,
+    du = (drift + slope u) dt + noise for its standardised coordinates u."""
+    q, d = state.q, state.q.ndim
+    x, weight = state.box.places(len(q)), np.maximum(q.ravel(), 0) / np.maximum(q, 0).sum()
+    mean = weight @ x
+    here = Box(mean, np.linalg.cholesky((weight * (x - mean).T) @ (x - mean)))
+    u, fields = here.coordinates(x), np.where(np.isfinite(state.raw), state.raw, 0) @ here.transform().T
+    slope, drift = (weight * fields[:, :d].T) @ u, weight @ fields[:, :d]
+    # The rates of the moments E[(u, 1)(u, 1)ᵀ].
+    single, one = np.pad(np.column_stack([slope, drift]), ((0, 1), (0, 0))), np.eye(d + 1)
+    rates = np.kron(single, one) + np.kron(one, single)
+    rates[:, -1] += np.pad((weight @ fields[:, d:])[triangle(d)], (0, 1)).ravel()
+    # The outermost points of the density; tails that the mesh does not resolve are taken to be normal.
+    seen = min(max(10 * float(-q.min() / q.max()), edge(q), resolution.edge), 1e-2)
+    outermost = math.sqrt(math.log(resolution.edge) / math.log(seen)) * u[q.ravel() > seen * q.max()]
 
-    mean: np.ndarray
-    covariance: np.ndarray
-    rates: np.ndarray  # (d, d + 1), slope and drift
-    noise: np.ndarray  # σσᵀ
-    units: np.ndarray  # (P, d), the outermost points of the density, in units of the root of the covariance
-    factor: float  # number of nodes that the density needs, relative to a normal density
+    def sharpness(box: Box, covariance: np.ndarray) -> float:
+        return math.sqrt(np.diag(box.scale.T @ np.linalg.solve(covariance, box.scale)).max())
 
-    @staticmethod
-    def of(state: State, resolution: Resolution) -> "Forecast":
-        q, box, level = state.q, state.box, resolution.edge
-        d, x, weight = q.ndim, box.places(q.shape[0]), np.maximum(q.ravel(), 0)
-        weight = weight / weight.sum()
-        raw = np.where(np.isfinite(state.raw), state.raw, 0)
-        mean = weight @ x
-        away = x - mean
-        covariance = (weight[:, None] * away).T @ away
-        slope = np.linalg.solve(covariance, (weight[:, None] * away).T @ raw[:, :d]).T
-        rates = np.column_stack([slope, weight @ raw[:, :d]])
-        # Tails that the mesh does not resolve are taken to be normal.
-        seen = min(max(10 * float(-q.min() / q.max()), edge(q), level), 1e-2)
-        units = scipy.linalg.solve_triangular(
-            np.linalg.cholesky(covariance), away[q.ravel() > seen * q.max()].T, lower=True
-        ).T
-        units = math.sqrt(math.log(level) / math.log(seen)) * units
-        nodes = 2 / RESOLVED * max(1, int(np.argmax(np.append(tails(q), 0) < resolution.tail)))
-        noise, factor = (weight @ raw[:, d:])[triangle(d)], nodes / needed(box, resolution.tail, covariance)
-        return Forecast(mean, covariance, rates, noise, units, factor)
-
-    def box(self, span: float, margin: float, level: float) -> tuple[Box, float]:
-        """A box that contains the density during a span (Van Loan 1978), and the number of nodes that it
-        needs."""
-        d = len(self.mean)
-        rate = np.zeros((2 * d + 2, 2 * d + 2))  # rate matrix of Z − mean and 1
-        rate[:d, : d + 1], rate[:d, d + 1 : -1] = -self.rates, self.noise
-        rate[d + 1 :, d + 1 :] = -rate[: d + 1, : d + 1].T
-        doublings = max(0, math.ceil(math.log2(0.25 * span * np.abs(rate).max() + 1)))
-        step = scipy.linalg.expm(0.25 * span / 2**doublings * rate)
-        push = step[d + 1 :, d + 1 :].T
-        added = push @ step[: d + 1, d + 1 :]
-        for _ in range(doublings):
-            push, added = push @ push, added + push @ added @ push.T
-        state, square = np.append(0 * self.mean, 1), np.pad(self.covariance, ((0, 1), (0, 1)))
-        covariances, x = [], []
-        for _ in range(5):
-            covariances.append(square[:d, :d])
-            x.append(self.mean + state[:d] + self.units @ np.linalg.cholesky(square[:d, :d]).T)
-            state, square = push @ state, push @ square @ push.T + added
-        x, root = np.concatenate(x), np.linalg.cholesky(np.mean(covariances, axis=0))
-        box = Box.around(x, root, margin)
-        return box, self.factor * max(needed(box, level, each) for each in covariances)
-
-    def plan(
-        self, longest: float, margin: float, cost: float, resolution: Resolution
-    ) -> tuple[float, Box, int]:
-        """The span, the box and the number of nodes per axis with the least work per unit of time."""
-        best, least, d = None, math.inf, len(self.mean)
-        for span in longest * 0.7 ** np.arange(60):
-            try:
-                with np.errstate(all="ignore"):
-                    box, nodes = self.box(span, margin, resolution.tail)
-            except (np.linalg.LinAlgError, ValueError):
-                continue
-            size = next((size for size in resolution.sizes if size >= nodes), None)
-            if size is None:
-                continue
-            inverse, top = np.linalg.inv(box.scale), 0.5 * np.pi * size
-            damping = 0.5 * top**2 * np.abs(inverse @ self.noise @ inverse.T).sum()
-            speed = np.abs(inverse @ self.rates @ scipy.linalg.block_diag(box.scale, 1)).sum()
-            products = 40 + 4 * math.sqrt(span * damping) + span * top * speed if d == 2 else size**2 / 30
-            work = (SEGMENT_WORK + (cost + 2 * products) * size**d) / span
-            if work < least:
-                best, least = (float(span), box, size), work
-            elif work > 3 * least:
-                break
-        if best is None:
-            raise Unresolved("no mesh is fine enough for the density")
-        return best
-
-
-def needed(box: Box, level: float, covariance: np.ndarray) -> float:
-    """The number of nodes per axis that a normal density needs in a box."""
-    turned = box.scale.T @ np.linalg.inv(covariance) @ box.scale
-    return math.sqrt(-2 * math.log(level) * float(np.diag(turned).max())) / (0.5 * np.pi * RESOLVED)
+    highest = max(1, int(np.argmax(np.append(tails(q), 0) < resolution.tail)))
+    nodes = 2 / RESOLVED * finer * highest / sharpness(state.box, here.scale @ here.scale.T)
+    most = STRETCH * nodes * sharpness(Box.around(outermost, np.eye(d), margin), np.eye(d))
+    for span in longest * 0.7 ** np.arange(60):
+        step, moments, covariances, points = scipy.linalg.expm(0.25 * span * rates), one.ravel(), [], []
+        try:
+            for _ in range(5):
+                square = moments.reshape(d + 1, d + 1)
+                covariances.append(square[:d, :d] - np.outer(square[:d, d], square[:d, d]))
+                points.append(square[:d, d] + outermost @ np.linalg.cholesky(covariances[-1]).T)
+                moments = step @ moments
+        except np.linalg.LinAlgError:
+            continue
+        box = Box.around(np.concatenate(points), np.linalg.cholesky(np.mean(covariances, axis=0)), margin)
+        needed = nodes * max(sharpness(box, each) for each in covariances)
+        if needed <= min(most, resolution.sizes[-1]):
+            size = next(size for size in resolution.sizes if size >= needed)
+            return float(span), Box(mean + here.scale @ box.centre, here.scale @ box.scale), size
+    raise Unresolved("no mesh is fine enough for the density")
 
 
 class Beginning(eqx.Module):
@@ -602,8 +557,6 @@ def solve(sde: AbstractSDE, begin: Beginning, t1: float, resolution: Resolution,
     while state.time < t1:
         state, segment = next_state(sde, state, t1, resolution, work)
         segments.append(segment)
-        if len(segments) > MAX_SEGMENTS:
-            raise Unresolved("the Fokker–Planck equation needs too many segments")
     return Solution(state, (box, len(q)), segments)
 
 
@@ -611,44 +564,35 @@ def next_state(
     sde: AbstractSDE, state: State, t1: float, resolution: Resolution, work: Work
 ) -> tuple[State, Segment]:
     """Solve one segment, with a box, a mesh and a span that resolve the density."""
-    cost, d, margin, left = evaluation_cost(sde), state.q.ndim, state.margin, t1 - state.time
-    ahead = Forecast.of(state, resolution)
-    span, box, size = ahead.plan(left, margin, cost, resolution)
-    for _ in range(MAX_ATTEMPTS):
-        missed = missed_in_time(sde, state.time, span, box)
-        while missed is not None and (span > t1 / STEADY_SPANS or missed > resolution.time):
-            span, box, size = ahead.plan(min(t1 / STEADY_SPANS, 0.4 * span), margin, cost, resolution)
-            missed = missed_in_time(sde, state.time, span, box)
+    cost, margin, finer, left = evaluation_cost(sde), state.margin, 1.0, t1 - state.time
+    longest = left
+    while True:
         work.spend(SEGMENT_WORK)
+        span, box, size = plan(state, longest, margin, finer, resolution)
+        missed = missed_in_time(sde, state.time, span, box)
+        if missed is not None and (span > t1 / STEADY_SPANS or missed > resolution.time):
+            longest = min(t1 / STEADY_SPANS, 0.4 * span)
+            continue
         steps = 0 if missed is None else resolution.steps
         segment = Segment.of(state.time, span, state.box, box, size, steps)
-        new = transferred(state.q, state.box, box, size)
-        raw, larger = None, [s for s in resolution.sizes if s >= 1.15 * size]
+        work.spend(len(segment.times) * size**state.q.ndim * cost)
+        raw = segment.coefficients(sde)
+        exponents = segment.exponents(raw)
+        segment = planned(segment, exponents, resolution, work)
+        new = segment.run(state.q, exponents)
         coarse = tail(new) > ACCEPTED_TAIL * resolution.tail
-        if not (coarse and larger):
-            work.spend(len(segment.times) * size**d * cost)
-            raw = segment.coefficients(sde)
-            exponents = segment.exponents(raw)
-            segment = planned(segment, exponents, resolution, work)
-            new = segment.run(state.q, exponents)
-            coarse = tail(new) > ACCEPTED_TAIL * resolution.tail
         if not np.all(np.isfinite(new)):
-            span, (box, _) = 0.3 * span, ahead.box(0.3 * span, margin, resolution.tail)
+            longest = 0.3 * span
         elif edge(new) > max(ACCEPTED_EDGE * resolution.edge, tail(new) * coarse):
-            span, margin = 0.7 * span, 1.1 * margin
-            box, _ = ahead.box(span, margin, resolution.tail)
-        elif coarse and larger:
-            size = larger[0]
-        elif tail(new) > HOPELESS * resolution.tail:
-            raise Unresolved(f"{size} nodes per axis do not resolve the density")
+            longest, margin = 0.7 * span, 1.1 * margin
+        elif coarse:
+            finer *= 1.3
+        elif not np.all(np.isfinite(raw[:, new.ravel() > 1e-6 * new.max()])):
+            raise NonFiniteError(f"drift or diffusion is not finite near z = {box.centre}")
         else:
-            assert raw is not None
-            if not np.all(np.isfinite(raw[:, new.ravel() > 1e-6 * new.max()])):
-                raise NonFiniteError(f"drift or diffusion is not finite near z = {box.centre}")
             margin = max(MARGIN, (1.06 if edge(new) > 2 * resolution.edge else 0.95) * margin)
             time = t1 if span == left else state.time + span
             return State(time, box, new, raw[-1], margin, state.missed + (missed or 0)), segment
-    raise Unresolved("no box contains the density")
 
 
 def planned(segment: Segment, exponents: np.ndarray, resolution: Resolution, work: Work) -> Segment:
@@ -756,7 +700,10 @@ def log_prob_and_error(
             unmet = np.any(~(error <= tolerance) & (shares > 0.5 * LOWEST))
             if not unmet or 2 * (limit - work.left) > left:
                 break
-        share = min(0.1 * share, max(LOWEST, np.min(shares[box.contains(points)], initial=1)))
+        share = min(
+            0.1 * share,
+            max(LOWEST, np.min(shares[np.all(np.abs(box.coordinates(points)) < 1, axis=1)], initial=1)),
+        )
     traced = any(is_traced(leaf) for leaf in jax.tree.leaves((sde, base, start, x)))
     if len(solutions) < 2 or not traced:
         return value, error
