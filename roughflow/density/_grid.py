@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy
+import scipy.ndimage
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import NonFiniteError, as_real, check_positive, check_vector, is_traced
@@ -40,10 +41,9 @@ from ..flow import MultivariateNormal
 from ..sde import AbstractSDE, noise_matrix, to_ito, with_explicit_parameters
 from ._estimate import AbstractEstimator, Accuracy, Estimate
 
-SIZES = {  # nodes per axis
-    1: (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024),
-    2: (24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 240, 288),
-}
+# Nodes per axis, and their maximum by dimension.
+SIZES = (24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 240, 288, 384, 512, 768, 1024)
+MAX_SIZE = {1: 1024, 2: 288}
 GAUSS = 0.5 + np.array([-1, 1]) * math.sqrt(3) / 6  # nodes of the Gauss rule on [0, 1]
 # Times of a segment at which coefficients are checked.
 CHECKED = np.append((0.5 + 0.618 * np.arange(14)) % 1, [0, 1])
@@ -52,8 +52,9 @@ STEADY_SPANS = 8  # if coefficients depend on time, a segment is at most t1 divi
 # Share of the wavenumbers that are kept, and share above which amplitudes must be small.
 KEPT, RESOLVED = 0.75, 0.66
 TERMS = 32  # the number of terms of an expansion is a multiple of this
-BATCH = 4096  # number of points at which coefficients are evaluated at once
+BATCH = 1024  # number of points at which functions are evaluated at once
 BASE_DRAWS = 4096  # number of draws from the base, for its moments
+FIRST_NODES = 4096  # number of nodes at which the initial density is examined
 FIRST_REACH = 8.0  # in standard deviations; half the width of the first box around the initial density
 # In the first solution, the density from a point is taken to be normal at this fraction of t1.
 FIRST = 2.0**-8
@@ -63,15 +64,13 @@ SEGMENT_WORK = 5e5  # fixed work (`Work`) of a segment
 MAX_SOLUTIONS = 5
 # Densities above this share of the maximum must reach the tolerance, and in the first solution those above
 # the second one. If the given points have higher densities, the second solution needs to resolve only these.
-LOWEST, FIRST_SHARE = 1e-6, 1e-4
+LOWEST, FIRST_SHARE = 1e-6, 3e-4
 LEAST_EDGE = 2.5e-12  # minimum of the density accepted at the edge of a box, relative to the maximum
 FLOOR = 1e-7  # in nats; errors due to rounding and truncated expansions
 OVERSHOOT = 8.0  # how far the ellipse around a numerical range extends to the right of zero
 STRETCH = 1.6  # factor by which the nodes for a span may exceed those for its beginning
 MARGIN = 1.05  # factor by which a box around the density is enlarged
 ACCEPTED_EDGE, ACCEPTED_TAIL = 12.0, 3.0  # multiples of the planned edge and tail values that are accepted
-# The largest mesh fails if the amplitude of the highest wavenumbers exceeds this multiple of the planned one.
-HOPELESS = 30.0
 
 Numbers = Any  # a JAX or NumPy array, or a number
 
@@ -99,16 +98,17 @@ class Resolution(NamedTuple):
     edge: float  # maximum density at the edge of a box
     sizes: tuple[int, ...]
     steps: int  # number of steps per segment, if coefficients depend on time
-    time: float  # maximum error of a segment, in nats, due to coefficients that are not smooth in time
+    missed: float  # maximum error of a segment, in nats, due to coefficients that are not smooth in time
 
     @staticmethod
     def of(number: int, tolerance: float, share: float, dimension: int) -> "Resolution":
         """The requirements on solution number 0, 1, …, if densities above a `share` of the maximum must reach
         the tolerance."""
-        tail = max(0.15 * tolerance * share, 1e-10 if share >= LOWEST else 1e-11)
-        return Resolution(
-            tail, max(0.05 * tail, LEAST_EDGE), SIZES[dimension], 2**number, 0.1 * tolerance / 2**number
+        tail, sizes = (
+            max(0.15 * tolerance * share, 1e-11),
+            tuple(n for n in SIZES if n <= MAX_SIZE[dimension]),
         )
+        return Resolution(tail, max(0.05 * tail, LEAST_EDGE), sizes, 2**number, 0.1 * tolerance / 2**number)
 
 
 class Box(NamedTuple):
@@ -138,12 +138,9 @@ class Box(NamedTuple):
         return xp.sum(xp.log(xp.diag(self.scale)))
 
     def transform(self) -> np.ndarray:
-        """The matrix that maps μ and the lower triangle of σσᵀ for x to those for y, `(F, F)`."""
-        d, inverse = len(self.centre), np.linalg.inv(self.scale)
-        pairs = [(i, j) for i in range(d) for j in range(i + 1)]
-        image = lambda i, j, a, b: inverse[i, a] * inverse[j, b] + (a != b) * inverse[i, b] * inverse[j, a]
-        noise = np.array([[image(*row, *column) for column in pairs] for row in pairs])
-        return scipy.linalg.block_diag(inverse, noise)
+        """The matrix that maps μ and σσᵀ for x to those for y, `(F, F)`."""
+        inverse = np.linalg.inv(self.scale)
+        return scipy.linalg.block_diag(inverse, np.kron(inverse, inverse))
 
 
 @functools.lru_cache(maxsize=64)
@@ -153,15 +150,10 @@ def nodes(size: int, dimension: int) -> np.ndarray:
     return np.stack([a.ravel() for a in np.meshgrid(*[axis] * dimension, indexing="ij")], axis=1)
 
 
-def triangle(d: int) -> np.ndarray:
-    """The indices of the entries of a symmetric matrix in its lower triangle, stored by rows."""
-    return np.array([[max(i, j) * (max(i, j) + 1) // 2 + min(i, j) for j in range(d)] for i in range(d)])
-
-
-def in_batches(function: Callable, x: Any, size: int) -> Any:
-    """Apply a function of `size` rows to any number of rows, in padded blocks."""
+def in_batches(function: Callable, x: Any) -> Any:
+    """Apply a function of `BATCH` rows to any number of rows, in padded blocks."""
     rows = jax.tree.leaves(x)[0].shape[0]
-    place = np.minimum(np.arange(-(-rows // size) * size), rows - 1).reshape(-1, size)
+    place = np.minimum(np.arange(-(-rows // BATCH) * BATCH), rows - 1).reshape(-1, BATCH)
     parts = [function(jax.tree.map(lambda a, some=some: a[some], x)) for some in place]
     xp = jnp if any(is_traced(leaf) for leaf in jax.tree.leaves(parts[0])) else np
     return jax.tree.map(lambda *part: xp.concatenate(part)[:rows], *parts)
@@ -190,22 +182,20 @@ def _evaluate(values: Numbers, relative: Numbers, box: Box, x: Numbers) -> tuple
 
 @functools.partial(jit, level=1)
 def _coefficients(sde: AbstractSDE, t: Numbers, x: Numbers) -> Numbers:
-    """μ and the lower triangle of σσᵀ at many points: `(N, F)`, F = d + d(d + 1)/2."""
-    ito, d = to_ito(sde), x.shape[1]
+    """μ and σσᵀ at many points: `(N, F)`, F = d + d²."""
+    ito = to_ito(sde)
 
     def one(t: Numbers, x: Numbers) -> Numbers:
         sigma = noise_matrix(sde.noise(t, x))
-        products = [jnp.sum(sigma[i] * sigma[j]) for i in range(d) for j in range(i + 1)]
-        return jnp.concatenate([ito.drift(t, x), jnp.stack(products)])
+        return jnp.concatenate([ito.drift(t, x), jnp.ravel(sigma @ sigma.T)])
 
     return jax.vmap(one)(t, x)
 
 
 def coefficients(sde: AbstractSDE, times: np.ndarray, x: np.ndarray) -> Numbers:
-    """μ and the lower triangle of σσᵀ at points `(N, d)` and times: `(K, N, F)`."""
+    """μ and σσᵀ at points `(N, d)` and times: `(K, N, F)`."""
     pairs = np.repeat(times, len(x)), np.tile(x, (len(times), 1))
-    size = min(BATCH, 1 << (len(pairs[0]) - 1).bit_length())
-    raw = in_batches(lambda pair: _coefficients(sde, *pair), pairs, size)
+    raw = in_batches(lambda pair: _coefficients(sde, *pair), pairs)
     return raw.reshape(len(times), len(x), -1)
 
 
@@ -312,7 +302,7 @@ class Modes(NamedTuple):
         return (
             (first @ fields[0] + second @ fields[2]) @ plain.T
             + (plain @ fields[1] + first @ fields[3]) @ first.T
-            + (plain @ fields[4]) @ second.T
+            + (plain @ fields[5]) @ second.T
         )
 
 
@@ -392,15 +382,12 @@ def spectral_bounds(fields: np.ndarray) -> tuple[float, float]:
     """Bounds of the numerical range of the discretised operator: how far it extends to the left, and how far
     up and down."""
     d, size = fields.ndim - 1, fields.shape[1]
-    drift, noise = fields[:d], fields[d:]
-    top, place = KEPT * np.pi * size / 2, triangle(d)
-    damping = 0.5 * top**2 * float(np.sum(np.abs(noise[place.ravel()]), axis=0).max())
+    drift, noise, top = fields[:d], fields[d:].reshape(d, d, *fields.shape[1:]), KEPT * np.pi * size / 2
     # The jump of the periodic continuation of the drift adds to the bound.
     jump = max(float(np.abs(np.take(drift[i], 0, i) - np.take(drift[i], -1, i)).max()) for i in range(d))
-    damping += 0.5 * top * jump
-    slope = lambda i, j: np.gradient(noise[place[i, j]], 2 / size, axis=j)
-    flow = [drift[i] - 0.5 * sum(slope(i, j) for j in range(d)) for i in range(d)]
-    return damping, top * float(np.abs(flow).sum(axis=0).max())
+    damping = 0.5 * top**2 * float(np.abs(noise).sum(axis=(0, 1)).max()) + 0.5 * top * jump
+    slopes = [sum(np.gradient(noise[i, j], 2 / size, axis=j) for j in range(d)) for i in range(d)]
+    return damping, top * float(np.abs(drift - 0.5 * np.stack(slopes)).sum(axis=0).max())
 
 
 def tails(q: np.ndarray) -> np.ndarray:
@@ -429,14 +416,13 @@ def edge(q: np.ndarray) -> float:
 
 
 class State(NamedTuple):
-    """A density at one time on the mesh of a box, the coefficients at its nodes, and the margin of the next
-    box."""
+    """A density at one time on the mesh of a box, and the coefficients at its nodes."""
 
     time: float
     box: Box
     q: Numbers
     raw: np.ndarray  # (nᵈ, F)
-    margin: float = MARGIN
+    margin: float = MARGIN  # of the next box
     missed: float = 0.0  # error in nats due to coefficients that are not smooth in time
 
 
@@ -455,7 +441,7 @@ def plan(
     # The rates of the moments E[(u, 1)(u, 1)ᵀ].
     single, one = np.pad(np.column_stack([slope, drift]), ((0, 1), (0, 0))), np.eye(d + 1)
     rates = np.kron(single, one) + np.kron(one, single)
-    rates[:, -1] += np.pad((weight @ fields[:, d:])[triangle(d)], (0, 1)).ravel()
+    rates[:, -1] += np.pad((weight @ fields[:, d:]).reshape(d, d), (0, 1)).ravel()
     # The outermost points of the density; tails that the mesh does not resolve are taken to be normal.
     seen = min(max(10 * float(-q.min() / q.max()), edge(q), resolution.edge), 1e-2)
     outermost = math.sqrt(math.log(resolution.edge) / math.log(seen)) * u[q.ravel() > seen * q.max()]
@@ -504,13 +490,13 @@ class Beginning(eqx.Module):
         return Beginning(eqx.tree_at(parts, normal, (mean, root, jnp.log(jnp.diag(root)))), time)
 
     def log_prob(self, x: Numbers) -> Numbers:
-        return in_batches(lambda some: _log_prob(self.base, some), x, BATCH)
+        return in_batches(lambda some: _log_prob(self.base, some), x)
 
     def box(self, level: float) -> Box:
         """The box around the points at which the density exceeds a share `level` of its maximum."""
         draws = np.asarray(_draws(self.base))
         d, root = draws.shape[1], np.linalg.cholesky(np.atleast_2d(np.cov(draws.T)))
-        size, box = round(BATCH ** (1 / d)), Box(draws.mean(axis=0), FIRST_REACH * root)
+        size, box = round(FIRST_NODES ** (1 / d)), Box(draws.mean(axis=0), FIRST_REACH * root)
         for _ in range(8):
             x, y = box.places(size), nodes(size, d)
             logs = np.asarray(self.log_prob(x))
@@ -545,12 +531,10 @@ class Solution(NamedTuple):
 
 def solve(sde: AbstractSDE, begin: Beginning, t1: float, resolution: Resolution, work: Work) -> Solution:
     """The density at t1."""
-    box, time, q = begin.box(resolution.edge), begin.time, np.zeros(0)
-    for size in resolution.sizes:
-        q = begin.density(box, size)
-        if tail(q) < resolution.tail:
-            break
-    if not tail(q) < HOPELESS * resolution.tail:
+    box, time = begin.box(resolution.edge), begin.time
+    meshes = (begin.density(box, size) for size in resolution.sizes)
+    q = next((q for q in meshes if tail(q) < resolution.tail), None)
+    if q is None:
         raise Unresolved("no mesh resolves the density at the start")
     raw = coefficients(sde, np.array([time]), box.places(len(q)))[0]
     state, segments = State(time, box, q, raw), []
@@ -570,7 +554,7 @@ def next_state(
         work.spend(SEGMENT_WORK)
         span, box, size = plan(state, longest, margin, finer, resolution)
         missed = missed_in_time(sde, state.time, span, box)
-        if missed is not None and (span > t1 / STEADY_SPANS or missed > resolution.time):
+        if missed is not None and (span > t1 / STEADY_SPANS or missed > resolution.missed):
             longest = min(t1 / STEADY_SPANS, 0.4 * span)
             continue
         steps = 0 if missed is None else resolution.steps
@@ -586,12 +570,13 @@ def next_state(
         elif edge(new) > max(ACCEPTED_EDGE * resolution.edge, tail(new) * coarse):
             longest, margin = 0.7 * span, 1.1 * margin
         elif coarse:
-            finer *= 1.3
+            # The amplitudes decay at least exponentially with the wavenumber.
+            finer *= min(max(math.log(resolution.tail) / math.log(min(tail(new), 0.5)), 1.1), 2)
         elif not np.all(np.isfinite(raw[:, new.ravel() > 1e-6 * new.max()])):
             raise NonFiniteError(f"drift or diffusion is not finite near z = {box.centre}")
         else:
-            margin = max(MARGIN, (1.06 if edge(new) > 2 * resolution.edge else 0.95) * margin)
             time = t1 if span == left else state.time + span
+            margin = max(MARGIN, 0.95 * margin)
             return State(time, box, new, raw[-1], margin, state.missed + (missed or 0)), segment
 
 
@@ -614,13 +599,8 @@ def evaluation_cost(sde: AbstractSDE) -> float:
 def relative_difference(q: np.ndarray, other: np.ndarray) -> np.ndarray:
     """The relative error of the density at each node: the smaller of the largest relative difference and the
     largest absolute difference divided by the density, both taken over the node and its neighbours."""
-
-    def largest(gap: np.ndarray) -> np.ndarray:
-        for axis in range(q.ndim):
-            gap = np.max([np.roll(gap, shift, axis) for shift in (-1, 0, 1)], axis=0)
-        return gap
-
     gap, size = np.abs(q - other), np.maximum(np.abs(q), 1e-300)
+    largest = functools.partial(scipy.ndimage.maximum_filter, size=3, mode="wrap")
     return np.minimum(largest(gap / size), largest(gap) / size)
 
 
@@ -672,8 +652,7 @@ def log_prob_and_error(
     """log p at x `(N, d)` and its error. Solutions are refined until two of them agree to the tolerance."""
 
     def evaluate(values: Numbers, x: Numbers) -> tuple[Numbers, Numbers]:
-        size = 1 << max(6, (min(len(x), BATCH) - 1).bit_length())
-        return in_batches(lambda some: _evaluate(values, gap, box, some), x, size)
+        return in_batches(lambda some: _evaluate(values, gap, box, some), x)
 
     still, points = values_of((sde, base, start)), np.asarray(values_of(x))
     value, error, extra = np.full(len(x), np.nan), np.full(len(x), np.inf), 0.0
@@ -700,10 +679,8 @@ def log_prob_and_error(
             unmet = np.any(~(error <= tolerance) & (shares > 0.5 * LOWEST))
             if not unmet or 2 * (limit - work.left) > left:
                 break
-        share = min(
-            0.1 * share,
-            max(LOWEST, np.min(shares[np.all(np.abs(box.coordinates(points)) < 1, axis=1)], initial=1)),
-        )
+        inside = np.all(np.abs(box.coordinates(points)) < 1, axis=1)
+        share = min(0.1 * share, max(LOWEST, np.min(shares[inside], initial=1)))
     traced = any(is_traced(leaf) for leaf in jax.tree.leaves((sde, base, start, x)))
     if len(solutions) < 2 or not traced:
         return value, error
@@ -714,7 +691,7 @@ def log_prob_and_error(
 
 def applies(flow: Any) -> str | None:
     """The reason why a grid cannot estimate the density of a flow; None if it can."""
-    if flow.dimension not in SIZES:
+    if flow.dimension not in MAX_SIZE:
         return f"a grid needs one or two dimensions, got {flow.dimension}"
     if not flow.noise_dimension:
         return "a grid needs noise, and this SDE has none: use rf.PullBack(1), which is exact"
