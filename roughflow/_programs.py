@@ -211,6 +211,15 @@ def in_double_precision(function: Callable[Arguments, Result]) -> Callable[Argum
     return call
 
 
+def differentiated_in_double_precision(function: Callable) -> Callable:
+    """A function whose derivatives are computed in double precision, regardless of the precision of the
+    process."""
+    outer = jax.custom_vjp(function)
+    forward = in_double_precision(lambda parameters: jax.vjp(function, parameters))
+    outer.defvjp(forward, in_double_precision(lambda pull, slopes: pull(slopes)))
+    return outer
+
+
 def exact_products() -> AbstractContextManager[object]:
     """A context in which matrix products have full precision, unless the user has set another precision. By
     default, GPUs use ten mantissa bits of float32, which causes errors of 0.01 nats in a log-density and

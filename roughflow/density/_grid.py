@@ -36,7 +36,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import NonFiniteError, as_real, check_positive, check_vector, is_traced
 from .._functions import fixed_functions
-from .._programs import in_double_precision, jit
+from .._programs import differentiated_in_double_precision, in_double_precision, jit
 from ..flow import MultivariateNormal
 from ..sde import AbstractSDE, noise_matrix, to_ito, with_explicit_parameters
 from ._estimate import AbstractEstimator, Accuracy, Estimate
@@ -44,7 +44,6 @@ from ._estimate import AbstractEstimator, Accuracy, Estimate
 # Nodes per axis, and their maximum by dimension.
 SIZES = (24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 240, 288, 384, 512, 768, 1024)
 MAX_SIZE = {1: 1024, 2: 288}
-GAUSS = 0.5 + np.array([-1, 1]) * math.sqrt(3) / 6  # nodes of the Gauss rule on [0, 1]
 # Times of a segment at which coefficients are checked.
 CHECKED = np.append((0.5 + 0.618 * np.arange(14)) % 1, [0, 1])
 PROBES = 256  # number of nodes at which the time dependence is checked
@@ -173,7 +172,7 @@ def _evaluate(values: Numbers, relative: Numbers, box: Box, x: Numbers) -> tuple
     total = waves[:, 0] * spectrum[None] if d == 1 else (waves[:, 0] @ spectrum) * waves[:, 1]
     p = jnp.real(jnp.sum(total, axis=1))
     place = jnp.clip(jnp.round(0.5 * (jax.lax.stop_gradient(y) + 1) * size), 0, size - 1).astype(int)
-    share = relative[tuple(place.T)] + LEAST_EDGE * jnp.max(values) / jnp.where(p > 0, p, 1)
+    share = relative[tuple(place.T)]
     known = inside & (p > 0) & (share < 0.5)
     value = jnp.where(known, jnp.log(jnp.where(known, p, 1)) - box.log_volume, jnp.nan)
     bar = jnp.where(known, -jnp.log1p(-jnp.where(known, share, 0)), jnp.inf)
@@ -345,7 +344,8 @@ class Segment(NamedTuple):
         times, weights = np.array([time]), np.array([[span]])
         if steps:
             h, alpha, beta = span / steps, 0.25 + math.sqrt(3) / 6, 0.25 - math.sqrt(3) / 6
-            times = time + h * np.add.outer(np.arange(steps), GAUSS).ravel()
+            gauss = 0.5 + np.array([-1, 1]) * math.sqrt(3) / 6
+            times = time + h * np.add.outer(np.arange(steps), gauss).ravel()
             weights = h * np.kron(np.eye(steps), [[alpha, beta], [beta, alpha]])
         return Segment(times, weights, before, box, size)
 
@@ -416,7 +416,7 @@ def edge(q: np.ndarray) -> float:
 
 
 class State(NamedTuple):
-    """A density at one time on the mesh of a box, and the coefficients at its nodes."""
+    """A density at one time on the mesh of a box, the coefficients at its nodes, and the segment before."""
 
     time: float
     box: Box
@@ -424,6 +424,7 @@ class State(NamedTuple):
     raw: np.ndarray  # (nᵈ, F)
     margin: float = MARGIN  # of the next box
     missed: float = 0.0  # error in nats due to coefficients that are not smooth in time
+    segment: Segment | None = None
 
 
 def plan(
@@ -515,40 +516,32 @@ class Beginning(eqx.Module):
         xp = jnp if is_traced(logs) else np
         return xp.reshape(xp.exp(logs + box.log_volume), (size,) * d)
 
-    def error(self, box: Box, size: int) -> float:
-        """The difference between the integral over the box and one, in nats."""
-        mass = float(np.mean(np.asarray(self.density(box, size)))) * 2 ** len(box.centre)
+    @staticmethod
+    def error(first: "State") -> float:
+        """The difference between the integral over the first box and one, in nats."""
+        mass = float(np.mean(first.q)) * 2**first.q.ndim
         return abs(math.log(mass)) if mass > 0 else math.inf
 
 
-class Solution(NamedTuple):
-    """The final density, the first box and mesh, and all segments."""
-
-    state: State
-    first: tuple[Box, int]
-    segments: list[Segment]
-
-
-def solve(sde: AbstractSDE, begin: Beginning, t1: float, resolution: Resolution, work: Work) -> Solution:
-    """The density at t1."""
+def solve(sde: AbstractSDE, begin: Beginning, t1: float, resolution: Resolution, work: Work) -> list[State]:
+    """The density at the beginning, at the ends of all segments and at t1."""
     box, time = begin.box(resolution.edge), begin.time
     meshes = (begin.density(box, size) for size in resolution.sizes)
     q = next((q for q in meshes if tail(q) < resolution.tail), None)
     if q is None:
         raise Unresolved("no mesh resolves the density at the start")
     raw = coefficients(sde, np.array([time]), box.places(len(q)))[0]
-    state, segments = State(time, box, q, raw), []
-    while state.time < t1:
-        state, segment = next_state(sde, state, t1, resolution, work)
-        segments.append(segment)
-    return Solution(state, (box, len(q)), segments)
+    states = [State(time, box, q, raw)]
+    while states[-1].time < t1:
+        states.append(next_state(sde, states[-1], t1, resolution, work))
+    return states
 
 
-def next_state(
-    sde: AbstractSDE, state: State, t1: float, resolution: Resolution, work: Work
-) -> tuple[State, Segment]:
+def next_state(sde: AbstractSDE, state: State, t1: float, resolution: Resolution, work: Work) -> State:
     """Solve one segment, with a box, a mesh and a span that resolve the density."""
-    cost, margin, finer, left = evaluation_cost(sde), state.margin, 1.0, t1 - state.time
+    # The cost of the coefficients at a point, relative to that of a product with the operator.
+    cost = 1 + sum(leaf.size for leaf in jax.tree.leaves(sde) if eqx.is_array(leaf)) / 150
+    margin, finer, left = state.margin, 1.0, t1 - state.time
     longest = left
     while True:
         work.spend(SEGMENT_WORK)
@@ -577,7 +570,7 @@ def next_state(
         else:
             time = t1 if span == left else state.time + span
             margin = max(MARGIN, 0.95 * margin)
-            return State(time, box, new, raw[-1], margin, state.missed + (missed or 0)), segment
+            return State(time, box, new, raw[-1], margin, state.missed + (missed or 0), segment)
 
 
 def planned(segment: Segment, exponents: np.ndarray, resolution: Resolution, work: Work) -> Segment:
@@ -590,16 +583,10 @@ def planned(segment: Segment, exponents: np.ndarray, resolution: Resolution, wor
     return segment._replace(expansions=expansions)
 
 
-def evaluation_cost(sde: AbstractSDE) -> float:
-    """The approximate cost of the coefficients at a point, relative to that of a product with the operator;
-    150 parameters cost as much as one product."""
-    return 1 + sum(leaf.size for leaf in jax.tree.leaves(sde) if eqx.is_array(leaf)) / 150
-
-
 def relative_difference(q: np.ndarray, other: np.ndarray) -> np.ndarray:
     """The relative error of the density at each node: the smaller of the largest relative difference and the
     largest absolute difference divided by the density, both taken over the node and its neighbours."""
-    gap, size = np.abs(q - other), np.maximum(np.abs(q), 1e-300)
+    gap, size = np.abs(q - other) + LEAST_EDGE * np.max(q), np.maximum(np.abs(q), 1e-300)
     largest = functools.partial(scipy.ndimage.maximum_filter, size=3, mode="wrap")
     return np.minimum(largest(gap / size), largest(gap) / size)
 
@@ -638,10 +625,10 @@ def values_of(tree: Any) -> Any:
     return tree
 
 
-def replay(sde: AbstractSDE, begin: Beginning, solution: Solution) -> Numbers:
+def replay(sde: AbstractSDE, begin: Beginning, states: list[State]) -> Numbers:
     """The density of a solution for differentiation, with the same boxes, meshes and steps."""
-    q = begin.density(*solution.first)
-    for segment in solution.segments:
+    q = begin.density(states[0].box, len(states[0].q))
+    for segment in (state.segment for state in states[1:]):
         q = _run(segment, q, segment.exponents(segment.coefficients(sde)))
     return q
 
@@ -666,15 +653,15 @@ def log_prob_and_error(
         except (Unresolved, np.linalg.LinAlgError):
             break
         left -= limit - work.left
-        box, q = solutions[-1].state.box, solutions[-1].state.q
+        box, q = solutions[-1][-1][1:3]
         gap = 0 * q
         if number:
-            old, before = solutions[-2].state.box, solutions[-2].state.q
+            old, before = solutions[-2][-1][1:3]
             gap = relative_difference(q, transferred(before, old, box, len(q)))
         logs, bars = (np.asarray(a) for a in evaluate(q, points))
         shares = np.nan_to_num(np.exp(logs + box.log_volume) / np.max(q))
         if number:
-            extra = FLOOR + solutions[-1].state.missed + begin.error(*solutions[-1].first)
+            extra = FLOOR + solutions[-1][-1].missed + begin.error(solutions[-1][0])
             value, error = logs, bars + extra
             unmet = np.any(~(error <= tolerance) & (shares > 0.5 * LOWEST))
             if not unmet or 2 * (limit - work.left) > left:
@@ -777,15 +764,6 @@ def estimate(
 
     traced = any(is_traced(leaf) for leaf in jax.tree.leaves(parameters))
     return differentiated_in_double_precision(values)(parameters) if traced else values(parameters)
-
-
-def differentiated_in_double_precision(function: Callable) -> Callable:
-    """A function whose derivatives are computed in double precision, regardless of JAX's default
-    precision."""
-    outer = jax.custom_vjp(function)
-    forward = in_double_precision(lambda parameters: jax.vjp(function, parameters))
-    outer.defvjp(forward, in_double_precision(lambda pull, slopes: pull(slopes)))
-    return outer
 
 
 def explicit(sde: AbstractSDE, dimension: int) -> AbstractSDE:
