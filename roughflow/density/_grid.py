@@ -393,11 +393,10 @@ def spectral_bounds(fields: np.ndarray) -> tuple[float, float]:
 def tails(q: np.ndarray) -> np.ndarray:
     """For each wavenumber, the approximate contribution of it and all higher wavenumbers to a density,
     relative to the maximum of the density."""
-    spectrum = np.abs(np.fft.rfftn(q)) / q.size
-    whole, half = np.fft.fftfreq(len(q), 1 / len(q)), np.fft.rfftfreq(len(q), 1 / len(q))
-    shell = functools.reduce(np.maximum.outer, [np.abs(whole)] * (q.ndim - 1) + [half]).round().astype(int)
-    energy = np.bincount(shell.ravel(), (spectrum**2).ravel())
-    return 4 * np.sqrt(2 * np.cumsum(energy[::-1])[::-1]) / np.max(np.abs(q))
+    wavenumbers = np.abs(np.fft.fftfreq(len(q), 1 / len(q)))
+    shell = functools.reduce(np.maximum.outer, [wavenumbers] * q.ndim).round().astype(int)
+    energy = np.bincount(shell.ravel(), np.abs(np.fft.fftn(q) / q.size).ravel() ** 2)
+    return 4 * np.sqrt(np.cumsum(energy[::-1])[::-1]) / np.max(np.abs(q))
 
 
 def tail(q: np.ndarray) -> float:
@@ -406,13 +405,9 @@ def tail(q: np.ndarray) -> float:
 
 
 def edge(q: np.ndarray) -> float:
-    """The largest density on the faces of the box, relative to the maximum. Numerical ripples are smoothed
-    out first."""
-    smooth = q
-    for axis in (*range(q.ndim), *range(q.ndim)):
-        smooth = 0.5 * smooth + 0.25 * (np.roll(smooth, 1, axis) + np.roll(smooth, -1, axis))
-    least = np.minimum(np.abs(q), np.abs(smooth))
-    return float(max(np.max(np.take(least, [0, -1], axis)) for axis in range(q.ndim)) / np.max(np.abs(q)))
+    """The largest density on the faces of the box, relative to the maximum."""
+    faces = [np.take(q, [0, -1], axis) for axis in range(q.ndim)]
+    return float(max(np.abs(face).max() for face in faces) / np.max(np.abs(q)))
 
 
 class State(NamedTuple):
