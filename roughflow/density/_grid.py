@@ -63,11 +63,12 @@ SEGMENT_WORK = 5e5  # fixed work (`Work`) of a segment
 MAX_SOLUTIONS = 5
 # Densities above this share of the maximum must reach the tolerance, and in the first solution those above
 # the second one. If the given points have higher densities, the second solution needs to resolve only these.
-LOWEST, FIRST_SHARE = 1e-6, 3e-4
+LOWEST, FIRST_SHARE = 1e-6, 5e-4
 LEAST_EDGE = 2.5e-12  # minimum of the density accepted at the edge of a box, relative to the maximum
 FLOOR = 1e-7  # in nats; errors due to rounding and truncated expansions
 OVERSHOOT = 8.0  # how far the ellipse around a numerical range extends to the right of zero
-STRETCH = 1.6  # factor by which the nodes for a span may exceed those for its beginning
+HOPELESS = 1.3  # factor by which the nodes that a density is expected to need may exceed the largest mesh
+STRETCH = 1.4  # factor by which the nodes for a span may exceed those for its beginning
 MARGIN = 1.05  # factor by which a box around the density is enlarged
 ACCEPTED_EDGE, ACCEPTED_TAIL = 12.0, 3.0  # multiples of the planned edge and tail values that are accepted
 
@@ -460,8 +461,8 @@ def plan(
             continue
         box = Box.around(np.concatenate(points), np.linalg.cholesky(np.mean(covariances, axis=0)), margin)
         needed = nodes * max(sharpness(box, each) for each in covariances)
-        if needed <= min(most, resolution.sizes[-1]):
-            size = next(size for size in resolution.sizes if size >= needed)
+        if needed <= min(most, HOPELESS * resolution.sizes[-1]):
+            size = next((size for size in resolution.sizes if size >= needed), resolution.sizes[-1])
             return float(span), Box(mean + here.scale @ box.centre, here.scale @ box.scale), size
     raise Unresolved("no mesh is fine enough for the density")
 
@@ -559,7 +560,8 @@ def next_state(sde: AbstractSDE, state: State, t1: float, resolution: Resolution
             longest, margin = 0.7 * span, 1.1 * margin
         elif coarse:
             # The amplitudes decay at least exponentially with the wavenumber.
-            finer *= min(max(math.log(resolution.tail) / math.log(min(tail(new), 0.5)), 1.1), 2)
+            longest = 0.7 * span
+            finer *= min(max(math.log(resolution.tail) / math.log(min(tail(new), 0.5)), 1.1), 1.6)
         elif not np.all(np.isfinite(raw[:, new.ravel() > 1e-6 * new.max()])):
             raise NonFiniteError(f"drift or diffusion is not finite near z = {box.centre}")
         else:
