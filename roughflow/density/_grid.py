@@ -67,7 +67,7 @@ LOWEST, FIRST_SHARE = 1e-6, 5e-4
 LEAST_EDGE = 2.5e-12  # minimum of the density accepted at the edge of a box, relative to the maximum
 FLOOR = 1e-7  # in nats; errors due to rounding and truncated expansions
 OVERSHOOT = 8.0  # how far the ellipse around a numerical range extends to the right of zero
-HOPELESS = 1.3  # factor by which the nodes that a density is expected to need may exceed the largest mesh
+OVERSIZE = 1.3  # factor by which the nodes that a density is expected to need may exceed the largest mesh
 STRETCH = 1.4  # factor by which the nodes for a span may exceed those for its beginning
 MARGIN = 1.05  # factor by which a box around the density is enlarged
 ACCEPTED_EDGE, ACCEPTED_TAIL = 12.0, 3.0  # multiples of the planned edge and tail values that are accepted
@@ -312,7 +312,8 @@ def along_axes(matrix: np.ndarray, q: Any) -> Any:
 
 def transferred(q: Numbers, old: Box, new: Box, size: int) -> Numbers:
     """A density, interpolated from the mesh of one box to the mesh of another; zero outside the old box."""
-    xp, count, y = jnp if is_traced(q) else np, math.floor(KEPT * len(q) / 2), nodes(size, 1)[:, 0]
+    xp: Any = jnp if is_traced(q) else np
+    count, y = math.floor(KEPT * len(q) / 2), nodes(size, 1)[:, 0]
     waves = lambda y: xp.exp(1j * np.pi * xp.outer(y, np.arange(-count, 1 + count)))
     spectrum = waves(nodes(len(q), 1)[:, 0]).conj().T / len(q)
     # The matrix is lower triangular: the first coordinate does not depend on the second one.
@@ -420,7 +421,7 @@ class State(NamedTuple):
     raw: np.ndarray  # (nᵈ, F)
     margin: float = MARGIN  # of the next box
     missed: float = 0.0  # error in nats due to coefficients that are not smooth in time
-    segment: Segment | None = None
+    segment: Any = None  # the `Segment` that ends at this time
 
 
 def plan(
@@ -461,7 +462,7 @@ def plan(
             continue
         box = Box.around(np.concatenate(points), np.linalg.cholesky(np.mean(covariances, axis=0)), margin)
         needed = nodes * max(sharpness(box, each) for each in covariances)
-        if needed <= min(most, HOPELESS * resolution.sizes[-1]):
+        if needed <= min(most, OVERSIZE * resolution.sizes[-1]):
             size = next((size for size in resolution.sizes if size >= needed), resolution.sizes[-1])
             return float(span), Box(mean + here.scale @ box.centre, here.scale @ box.scale), size
     raise Unresolved("no mesh is fine enough for the density")
@@ -638,15 +639,16 @@ def log_prob_and_error(
     def evaluate(values: Numbers, x: Numbers) -> tuple[Numbers, Numbers]:
         return in_batches(lambda some: _evaluate(values, gap, box, some), x)
 
-    still, points = values_of((sde, base, start)), np.asarray(values_of(x))
+    still, first, point = values_of((sde, base, start))
+    points = np.asarray(values_of(x))
     value, error, extra = np.full(len(x), np.nan), np.full(len(x), np.inf), 0.0
     solutions, left, share = [], max_work, FIRST_SHARE
     for number in range(MAX_SOLUTIONS):
         limit = left if number else FIRST_WORK * left
         work, resolution = Work(limit), Resolution.of(number, tolerance, share, points.shape[1])
         try:
-            begin = Beginning.of(*still, t1, number)
-            solutions.append(solve(still[0], begin, t1, resolution, work))
+            begin = Beginning.of(still, first, point, t1, number)
+            solutions.append(solve(still, begin, t1, resolution, work))
         except (Unresolved, np.linalg.LinAlgError):
             break
         left -= limit - work.left
