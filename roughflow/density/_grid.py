@@ -441,7 +441,7 @@ def plan(
     rates = np.kron(single, one) + np.kron(one, single)
     rates[:, -1] += np.pad((weight @ fields[:, d:]).reshape(d, d), (0, 1)).ravel()
     # The outermost points of the density; tails that the mesh does not resolve are taken to be normal.
-    seen = min(max(10 * float(-q.min() / q.max()), edge(q), resolution.edge), 1e-2)
+    seen = min(max(10 * float(-q.min() / q.max()), 1.001 * edge(q), resolution.edge), 1e-2)
     outermost = math.sqrt(math.log(resolution.edge) / math.log(seen)) * u[q.ravel() > seen * q.max()]
 
     def sharpness(box: Box, covariance: np.ndarray) -> float:
