@@ -63,7 +63,7 @@ SEGMENT_WORK = 5e5  # fixed work (`Work`) of a segment
 MAX_SOLUTIONS = 5
 # Densities above this share of the maximum must reach the tolerance, and in the first solution those above
 # the second one. If the given points have higher densities, the second solution needs to resolve only these.
-LOWEST, FIRST_SHARE = 1e-6, 5e-4
+LOWEST, FIRST_SHARE = 1e-6, 3e-4
 LEAST_EDGE = 2.5e-12  # minimum of the density accepted at the edge of a box, relative to the maximum
 FLOOR = 1e-7  # in nats; errors due to rounding and truncated expansions
 OVERSHOOT = 8.0  # how far the ellipse around a numerical range extends to the right of zero
