@@ -8,7 +8,7 @@ from fits import fit_density
 from scipy import stats
 
 import roughflow as rf
-from roughflow.tables._closed_form import fit_marginals
+from roughflow.tables._marginals import fit_marginals
 
 TINY = {"width": 8, "depth": 1, "steps": 20, "likelihood_steps": 0, "patience": 0, "progress": False}
 TINY |= {"batch_size": 64}  # so that fits share their programs, as far as they have as many rows

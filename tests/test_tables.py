@@ -7,8 +7,8 @@ from fits import fit_density
 from scipy import stats
 
 import roughflow as rf
-from roughflow.tables._closed_form import Gaussian
 from roughflow.tables._families import ClosedForm
+from roughflow.tables._marginals import Gaussian
 from roughflow.tables._table import Table
 from roughflow.train._data import Links, copies_of, grid_step, hold_out, mean_and_error
 

@@ -17,8 +17,8 @@ import numpy as np
 import roughflow as rf
 from roughflow.faq import see
 
-from .checkpoint import alone, begin, check_checkpoint, checkpoint_of, remove, stopped
 from .files import check_writable, wanted_columns, with_figures
+from .resume import alone, begin, check_checkpoint, checkpoint_of, remove, stopped
 from .startup import INTERRUPTED, Refused, joined, together
 from .tables import read_mixed, read_table, table_name, table_on_disk
 

@@ -14,8 +14,8 @@ import roughflow as rf
 from roughflow.density import Warnings
 from roughflow.train import progress_bar
 
-from .checkpoint import KeptRows, alone, begin, check_checkpoint, checkpoint_of, stopped
 from .files import check_table, chunks_for, read_model
+from .resume import KeptRows, alone, begin, check_checkpoint, checkpoint_of, stopped
 from .startup import TERMINATED, Refused, Terminated
 from .tables import STANDARD, write_table
 

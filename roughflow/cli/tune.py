@@ -16,8 +16,8 @@ import numpy as np
 import roughflow as rf
 from roughflow.faq import see
 
-from .checkpoint import alone, begin, check_checkpoint, checkpoint_of, remove, stopped
 from .files import check_table, check_writable
+from .resume import alone, begin, check_checkpoint, checkpoint_of, remove, stopped
 from .startup import Refused
 from .tables import STANDARD, is_array, write_npy, write_table
 

@@ -19,18 +19,16 @@ from ._field import (
 from ._fixed_grid import (
     LATE as LATE,
     RK4 as RK4,
+    AbstractGradient as AbstractGradient,
+    AbstractIntegrator as AbstractIntegrator,
+    Backpropagation as Backpropagation,
+    ConstantMemory as ConstantMemory,
     CountedGrid as CountedGrid,
     FixedGrid as FixedGrid,
     default_steps as default_steps,
     order_of as order_of,
 )
 from ._flow import AbstractStochasticFlow as AbstractStochasticFlow
-from ._integrator import (
-    AbstractGradient as AbstractGradient,
-    AbstractIntegrator as AbstractIntegrator,
-    Backpropagation as Backpropagation,
-    ConstantMemory as ConstantMemory,
-)
 from ._outcome import Outcome as Outcome, Status as Status, one_line_errors as one_line_errors
 from ._resolution import (
     MIN_STEPS as MIN_STEPS,
@@ -39,7 +37,7 @@ from ._resolution import (
     unresolved_in_time as unresolved_in_time,
     with_steps as with_steps,
 )
-from ._simulate import (
+from ._schemes import (
     AbstractScheme as AbstractScheme,
     Davie as Davie,
     EulerMaruyama as EulerMaruyama,
@@ -47,6 +45,5 @@ from ._simulate import (
     Milstein as Milstein,
     StratonovichHeun as StratonovichHeun,
     StratonovichMidpoint as StratonovichMidpoint,
-    simulate as simulate,
-    to_diffrax as to_diffrax,
 )
+from ._simulate import simulate as simulate, to_diffrax as to_diffrax

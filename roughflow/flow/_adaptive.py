@@ -9,7 +9,7 @@ from jaxtyping import Array, ArrayLike
 from .._checks import check_count, check_positive
 from ..driver import AbstractDriver
 from ._field import Field
-from ._integrator import ESCAPE_RATE, AbstractGradient, AbstractIntegrator, Backpropagation, ConstantMemory
+from ._fixed_grid import ESCAPE_RATE, AbstractGradient, AbstractIntegrator, Backpropagation, ConstantMemory
 from ._outcome import Outcome, Status
 
 # The state of an adaptive solve: (z − centre)/scale (B, d), so that tolerances have no units; ∫ div (B,); and

@@ -41,8 +41,7 @@ from ..sde import (
 )
 from ._base_distribution import Base, dimension_of, log_prob_of, some_points
 from ._field import AbstractDivergence, ExactDivergence, Field, NoDivergence, draw, signs, split
-from ._fixed_grid import FixedGrid
-from ._integrator import AbstractIntegrator
+from ._fixed_grid import AbstractIntegrator, FixedGrid
 from ._outcome import Outcome, Status, failed, raise_failures
 
 

@@ -1,7 +1,6 @@
 """Stage 8, density estimation for tabular data: `fit_density` and the model that it returns."""
 
 from ._anomaly import KernelDensity as KernelDensity
-from ._closed_form import Marginals as Marginals
 from ._columns import Encoding as Encoding, Relations as Relations, WithRelations as WithRelations
 from ._fit_density import fit_density as fit_density
 from ._fitted_density import FittedDensity as FittedDensity, Score as Score
@@ -13,6 +12,7 @@ from ._large_tables import (
     parquet_file as parquet_file,
     parquet_rows as parquet_rows,
 )
+from ._marginals import Marginals as Marginals
 from ._mixture import (
     Conditional as Conditional,
     MixedDensity as MixedDensity,

@@ -20,7 +20,7 @@ from ..density import AbstractEstimator, Estimate
 from ..faq import see
 from ..train import grid_step
 from ._arrays import MAX_VALUE, frame_names, is_frame, take
-from ._closed_form import RIDGE, constant
+from ._marginals import RIDGE, constant
 from ._standardised import Standardised
 
 PAIR_TOLERANCE = 1e-12  # maximum 1 − |correlation| of two columns that count as copies, if there are few rows

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from ..train import LEAVE_ONE_OUT, Interpolant, folds, mean_and_error, velocity_flow
-from ._closed_form import Gaussian, Marginals, fit_marginals
 from ._fitted_density import SCORED_ROWS, HeldOut, Score
+from ._marginals import Gaussian, Marginals, fit_marginals
 from ._standardised import Standardised
 from ._table import Table
 

@@ -25,11 +25,11 @@ from ..train import (
     velocity_flow,
 )
 from ._arrays import frame_names, is_frame, parts_of, real_numbers, take
-from ._closed_form import check_full_rank, fit_marginals, has_far_rows
 from ._columns import ColumnType, OfKept, WithRelations, is_mixed
 from ._families import FAMILIES, ClosedForm, Comparison, Family
 from ._fitted_density import SCORED_ROWS, FittedDensity, HeldOut, Score
 from ._large_tables import ParquetTable
+from ._marginals import check_full_rank, fit_marginals, has_far_rows
 from ._mixture import MixedDensity, fit_mixed
 from ._stages import (
     BATCH_ROWS,

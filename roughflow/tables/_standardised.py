@@ -30,7 +30,7 @@ from ..faq import see
 from ..sde import Diffusion, NormalTransport, TargetedSDE, TransportSDE, targeted_sde
 from ..train import with_noise
 from ._arrays import is_frame, real_numbers, take
-from ._closed_form import Gaussian, Marginals, check_full_rank
+from ._marginals import Gaussian, Marginals, check_full_rank
 
 
 class Standardised(eqx.Module):

@@ -14,8 +14,8 @@ from .._programs import fold_in
 from ..faq import see
 from ..train import Links, hold_out
 from ._arrays import joined
-from ._closed_form import Gaussian, Marginals, constant
 from ._columns import Relations, check_some_free, coarse_step
+from ._marginals import Gaussian, Marginals, constant
 
 SPIKE_SHARE = 0.05  # values shared by more than this fraction of the rows are reported
 FAR_TAIL = 100.0  # distance from the median, in interquartile ranges, beyond which a column is reported
