@@ -31,7 +31,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy
-import scipy.ndimage
 from jaxtyping import Array, PRNGKeyArray
 
 from .._checks import NonFiniteError, as_real, check_positive, check_vector, is_traced
