@@ -190,10 +190,14 @@ def check_dimension(sde: Any, series: Sequence[Observed]) -> None:
         raise ValueError(f"{subject}, but {type(sde).__name__} has dimension 1{see('shapes')}")
 
 
-def check_inside(coordinates: AbstractCoordinates, series: Sequence[Observed]) -> None:
-    """Raise an error if values lie outside the state space."""
+def check_inside(
+    coordinates: AbstractCoordinates, series: Sequence[Observed], typical: np.ndarray | None = None
+) -> None:
+    """Raise an error if values lie outside the state space. Missing values are replaced by those of the
+    state `typical`."""
     for one in series:
-        inside = np.asarray(coordinates.contains(jnp.asarray(one.values)))
+        x = one.values if typical is None else np.where(np.isnan(one.values), typical, one.values)
+        inside = np.asarray(coordinates.contains(jnp.asarray(x)))
         if not inside.all():
             row = _first(inside)
             message = f"values lie outside the state space, first at time {one.shown(row)}: {one.values[row]}"

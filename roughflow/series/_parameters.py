@@ -140,6 +140,7 @@ class Parameters(eqx.Module):
     def penalties(self, penalty: Mapping[str, float]) -> np.ndarray:
         """The vector λ `(p,)` of the penalty ½ Σ λᵢ θᵢ², given λ by field name. All parameters inside a
         field, such as a network, share one λ."""
+        check_instance("penalty", penalty, Mapping, "a dictionary of positive numbers by name")
         found = np.zeros(len(self.names))
         for field, strength in penalty.items():
             if not (np.isfinite(strength) and strength > 0):

@@ -59,7 +59,7 @@ class Mesh(eqx.Module):
         )
 
     def with_steps(self, steps: int) -> "Mesh":
-        """A mesh with another number of steps. More steps have less noise each and need more nodes."""
+        """A mesh with another number of steps. With more steps, each has less noise and needs more nodes."""
         size = int(np.ceil(self.size * max(steps / self.steps, 1) ** 0.5))
         return dataclasses.replace(self, steps=steps, size=size)
 

@@ -19,7 +19,7 @@ from ...faq import see
 from ...sde import AbstractItoSDE, AbstractSDE, noise_dimension
 from ...transition import AbstractCoordinates, Effort, Transition, forwards, linear
 from .._likelihood import NOISE as NAME, AbstractLikelihood, information_by_differences
-from .._observed import FEWEST, Observed
+from .._observed import FEWEST, Observed, check_inside
 from .._parameters import POSITIVE, UNIT, Domain, Parameters
 from ..models import AbstractNamedSDE, Normal, exact_transition
 from ._grid import (
@@ -479,7 +479,10 @@ class HiddenLikelihood(AbstractLikelihood):
             found = _kalman_filtered(self, jnp.asarray(free, float))[0]
             mean, covariance = np.asarray(found.mean[last]), np.asarray(found.covariance[last])
             if not np.isfinite(covariance).all():
-                raise ValueError("the values do not determine the last state: set initial")
+                raise ValueError(
+                    "the values do not determine the last state: set the argument initial of rf.fit_sde, "
+                    'such as initial="stationary"'
+                )
             coordinates = self.space(jnp.asarray(free, float)).coordinates
             values, vectors = np.linalg.eigh(covariance)
             normal = np.asarray(jax.random.normal(key, (count, len(mean))))
@@ -649,7 +652,9 @@ class Setup:
         first = self.effort or Effort(num_functions=1, num_paths=32, num_steps=2)
         whole = self.blank(first, KALMAN)  # a linear SDE needs no intermediate states
         observation, space = self.observation, whole.space(self.sde)
-        _check_values(space)
+        if observation.observe is None and space.deviations() is None:
+            check_inside(self.coordinates, self.series, self._typical)
+        _check_values(space, self._typical)
         _check_coordinates(self.coordinates, jnp.asarray(self._typical, float))
         _check_stationary(space)
         if observation.observe is not None:
@@ -796,7 +801,9 @@ def _kept(series: Observed, flat: bool, empty: bool) -> np.ndarray:
     seen[0] |= not flat  # any other prior belongs to the first time
     kept = seen if empty else np.logical_or.accumulate(seen)
     if kept.sum() < FEWEST and not empty:
-        raise ValueError(f"a series needs at least {FEWEST} times from its first value on, got {kept.sum()}")
+        raise ValueError(
+            f"a series needs at least {FEWEST} times, counted from its first value; got {kept.sum()}"
+        )
     return kept
 
 
@@ -817,10 +824,30 @@ def _check_observe(space: StateSpace, at: np.ndarray) -> None:
                 f"values with missing cells require that observe returns one log-density for each of the "
                 f"{value.size} columns; its log_prob has shape {found.shape}"
             )
+        if found.shape not in ((), (1,), value.shape):
+            raise ValueError(
+                f"observe must return one distribution for each of the {value.size} columns, or a joint one; "
+                f"its log_prob has shape {found.shape}"
+            )
+        if getattr(drawn, "is_discrete", False):
+            _check_counts(space, drawn)
         if np.isnan(found).any():
             raise ValueError(
                 f"observe has a log-density of NaN for the values {value} at time {time:g} and state {at}"
             )
+
+
+def _check_counts(space: StateSpace, drawn: Any) -> None:
+    """Raise an error if values are impossible under a discrete distribution."""
+    values, seen = np.asarray(space.rows.values), np.asarray(space.rows.seen)
+    possible = np.asarray(drawn.support(values))
+    bad = ~possible & (seen if possible.ndim == seen.ndim else seen.all(axis=1))
+    if bad.any():
+        place = int(np.argmax(bad.any(axis=1) if bad.ndim > 1 else bad))
+        raise ValueError(
+            f"observe returns a discrete distribution, which excludes the values {values[place]} at time "
+            f"{space.rows.times[place]:g}: pass counts"
+        )
 
 
 def _check_coordinates(coordinates: AbstractCoordinates, at: Array) -> None:
@@ -834,7 +861,7 @@ def _check_coordinates(coordinates: AbstractCoordinates, at: Array) -> None:
 
 
 def _is_observed(space: StateSpace, component: int) -> bool:
-    """Whether a component of the state is observed at one time or more."""
+    """Whether a component of the state is observed at least once."""
     seen = np.atleast_1d(np.asarray(space.rows.seen).any(axis=0))
     return space.observe is None and component < len(seen) and bool(seen[component])
 
@@ -853,7 +880,7 @@ def _check_euler(space: StateSpace, at: np.ndarray) -> None:
         )
 
 
-def _check_values(space: StateSpace) -> None:
+def _check_values(space: StateSpace, at: np.ndarray) -> None:
     """Raise an error if the values of the first state do not fit the hidden components."""
     start, count = None if isinstance(space.initial, str) else space.start(), len(space.unknown)
     if start is None or hasattr(start, "log_prob"):
@@ -865,6 +892,8 @@ def _check_values(space: StateSpace) -> None:
         )
     if not jnp.isfinite(start).all():
         raise ValueError(f"initial must be finite, got {start}")
+    if not space.coordinates.contains(jnp.asarray(at).at[np.array(space.unknown, int)].set(start)):
+        raise ValueError(f"initial lies outside the state space: {start}")
 
 
 def _check_start(space: StateSpace, observation: Observation, sde: Any) -> None:

@@ -345,7 +345,7 @@ def laplace_log_likelihood(space: StateSpace, mode: Expansion) -> Array:
     return by_series(rows, own)
 
 
-MAX_TOGETHER = 2**22  # runs with more particles in total, summed over states, follow one after the other
+MAX_TOGETHER = 2**22  # runs with more particles in total, summed over states, run one after another
 REPLICATES = 8  # number of independent runs, from which the standard error is estimated
 PARTICLES = 2048  # number of particles for filtered states and residuals
 FIRST_WIDTH = 1.1  # standard deviation of draws of the first state, relative to that given all values
@@ -499,7 +499,7 @@ def guided_log_likelihood(
 
 
 def _replicated(run: Callable[[PRNGKeyArray], Any], key: PRNGKeyArray, path: Array, count: int) -> Any:
-    """The results of independent runs, which follow one after the other if they need much memory."""
+    """The results of independent runs, which run one after another if they need much memory."""
     together = len(path) * count * REPLICATES <= MAX_TOGETHER
     return jax.lax.map(run, jax.random.split(key, REPLICATES), batch_size=REPLICATES if together else 1)
 

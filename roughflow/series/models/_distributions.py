@@ -238,7 +238,9 @@ class Counts(eqx.Module):
         )
         self.components, self.log = tuple(components), log
 
-    def __call__(self, t: Array, x: Array) -> "CountDistribution":
+    def __call__(self, t: Array, x: Array, u: Array | None = None) -> "CountDistribution":
+        if max(self.components) >= len(x):
+            raise ValueError(f"components must be below {len(x)}, got {self.components}")
         mean = x[np.array(self.components, int)]
         mean = jnp.exp(mean) if self.log else mean
         return CountDistribution(mean if self.rate is None else self.rate * mean, self.dispersion)
@@ -249,6 +251,11 @@ class CountDistribution(eqx.Module):
 
     mean: Array
     dispersion: Array | None
+    is_discrete: ClassVar = True
+
+    def support(self, y: Array) -> Array:
+        """Whether values are counts."""
+        return (y >= 0) & (y == jnp.floor(y))
 
     def log_prob(self, y: Array) -> Array:
         if self.dispersion is None:

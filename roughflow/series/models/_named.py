@@ -808,6 +808,8 @@ class Compartments(AbstractNamedSDE):
         inputs: tuple[str, ...] = (),
     ):
         self.components, self.inputs = tuple(sigma), tuple(inputs)
+        if both := set(self.components) & set(self.inputs):
+            raise ValueError(f"{min(both)!r} is both a compartment and an input: rename one")
         table = lambda given: {name: jnp.asarray(as_real(name, x), float) for name, x in given.items()}
         self.exchange, self.gain, self.sigma = table(exchange), table(gain), table(sigma)
         names = {"exchange": self.components + self.inputs, "gain": self.inputs}
