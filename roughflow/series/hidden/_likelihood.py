@@ -656,12 +656,12 @@ class Setup:
             check_inside(self.coordinates, self.series, self._typical)
         _check_values(space, self._typical)
         _check_coordinates(self.coordinates, jnp.asarray(self._typical, float))
+        _check_start(space, observation, self.sde)
         _check_stationary(space)
         if observation.observe is not None:
             _check_observe(space, self._typical)
         if observation.steps is None and is_linear(space):
             return whole
-        _check_start(space, observation, self.sde)
         if hidden_component(self.blank(first, GRID).rows) is None:
             _check_euler(space, self._typical)
             return self.made(first, PARTICLES)
