@@ -22,7 +22,7 @@ from .._likelihood import NOISE as NAME, AbstractLikelihood, information_by_diff
 from .._observed import FEWEST, Observed, check_inside
 from .._parameters import POSITIVE, UNIT, Domain, Parameters
 from ..models import AbstractNamedSDE, Normal, exact_transition
-from ._grid import (
+from ._grid_filter import (
     BRIDGE,
     EULER,
     EXACT,
