@@ -175,7 +175,7 @@ def test_ctrl_c_waits_until_a_file_is_written(tmp_path, key, monkeypatch):
 
     def pressed(archive, name, data):
         writestr(archive, name, data)
-        if name == "header.json":
+        if name.filename == "header.json":
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(zipfile.ZipFile, "writestr", pressed)

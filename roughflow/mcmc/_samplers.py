@@ -651,7 +651,7 @@ def _warn_of_bad_chains(samples: Array, acceptance: Array) -> None:
         return
     diverged = int(jnp.sum(~jnp.all(jnp.isfinite(samples), axis=(-2, -1))))
     still = int(jnp.sum(acceptance < FEW_ACCEPTED))
-    advice = see("my-chain-accepts-few-proposals")
+    advice = see("diverging-chains")
     if diverged:
         warn(f"{diverged} of {acceptance.size} chains diverged: reduce dt{advice}")
     if still:
