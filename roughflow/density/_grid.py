@@ -103,10 +103,8 @@ class Resolution(NamedTuple):
     def of(number: int, tolerance: float, share: float, dimension: int) -> "Resolution":
         """The requirements on solution number 0, 1, …, if densities above a `share` of the maximum must reach
         the tolerance."""
-        tail, sizes = (
-            max(0.15 * tolerance * share, 1e-11),
-            tuple(n for n in SIZES if n <= MAX_SIZE[dimension]),
-        )
+        tail = max(0.15 * tolerance * share, 1e-11)
+        sizes = tuple(size for size in SIZES if size <= MAX_SIZE[dimension])
         return Resolution(tail, max(0.05 * tail, LEAST_EDGE), sizes, 2**number, 0.1 * tolerance / 2**number)
 
 
